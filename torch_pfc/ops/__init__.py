@@ -1,0 +1,20 @@
+"""The operators `torch.ops.pfc.*`, registered by importing this package. One batch goes through them in this order:
+
+    embeddings [B, D] ─ pfc::gather ─► [N, D] ─┐                         (backward: reduce-scatter)
+    labels     [B]    ─ pfc::gather ─► [N] ─ pfc::sample ─► index [S], target [N]
+    weight     [K, D] ─────────────────────────┴─► pfc::sharded_lse ─► negative_lse [B], target_logit [B]
+                                       margin ψ, softplus: plain PyTorch on [B] ─► loss (pfc::sharded_ce does both)
+
+    B  rows on this rank       N = B·W  rows in the group         W  ranks        D  embedding width
+    C  classes in all          K  classes on this rank            S  sampled classes on this rank
+
+Behind them: `_group` (the process group as plain values), `_shard` (which classes a rank holds), `_hash` (counter-based
+random bits), `_tiles` (the walk over a shard's classes).
+"""
+
+from .gather import gather
+from .sample import sample
+from .sharded_ce import sharded_ce
+from .sharded_lse import sharded_lse
+
+__all__ = ["gather", "sample", "sharded_ce", "sharded_lse"]

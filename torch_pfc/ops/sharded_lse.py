@@ -1,0 +1,225 @@
+"""pfc::sharded_lse — the softmax over classes that live on many ranks, without its logits.
+
+With z_nj = x_n · ŵ_j, the logit of row n and class j (ŵ is w / max(‖w‖, ε), or w itself where normalize is False):
+
+    negative_lse_n = log Σ_{j ≠ target_n} exp z_nj      over the sets of all ranks
+    target_logit_n = z_{n, target_n}                    0 where the row has no target on any rank
+
+so that a softmax cross-entropy with any margin ψ on the target is softplus(negative_lse − s·ψ(target_logit / s)).
+
+    embeddings [N, D]  every rank's rows, scaled by the caller; their dtype is the matmul's
+    weight     [K, D]  this rank's classes, in any (master) dtype
+    index      [S]     the classes that take part, from pfc::sample; None is all K
+    target     [N]     position in `index` (or row of `weight`), −1 where the class lives elsewhere or is ignored
+    outputs    [B]     of this rank's rows, float32 (float64 for float64 embeddings)
+
+Backward, with l and t the gradients of the two outputs and p_nj = exp(z_nj − negative_lse_n):
+
+    dz_nj = l_n p_nj  (j ≠ target_n),   t_n  (j = target_n)
+    dx_n  = Σ_j dz_nj ŵ_j                                  this rank's part of the sum: pfc::gather's backward adds
+    dw_j  = (g_j − ŵ_j (ŵ_j · g_j)) / (W ‖w_j‖),  g_j = Σ_n dz_nj x_n
+
+The 1/W is the one factor by which "mean over ranks" enters (docs/design): nobody averages this gradient later.
+
+Collectives: forward one all-to-all of [N, 2]; backward one all-gather of [B, 3]. No device-to-host sync.
+Memory: three tile buffers of at most TILE_ELEMENTS elements, [N, D] in float32 for dx, and the weight gradient: [K, D],
+or [S, D] with sparse_grad. Cost: one matmul of S·N·D forward and three backward, one of which makes the logits again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _group
+from ._group import Group
+from ._tiles import Tiles, accumulate_dtype, matmul
+
+
+def _check_shapes(embeddings: Tensor, weight: Tensor, index: Tensor | None, target: Tensor, group: Group) -> None:
+    if embeddings.dim() != 2 or weight.dim() != 2 or embeddings.shape[1] != weight.shape[1]:
+        raise ValueError(
+            "embeddings [N, D] and weight [K, D] must be matrices of the same width, got "
+            f"{list(embeddings.shape)} and {list(weight.shape)}"
+        )
+    if target.shape != embeddings.shape[:1]:
+        raise ValueError(
+            f"target must have one entry for each of embeddings' {embeddings.shape[0]} rows, got {list(target.shape)}"
+        )
+    if index is not None and index.dim() != 1:
+        raise ValueError(f"index must be [S], got {list(index.shape)}")
+    if embeddings.shape[0] % group.size != 0:
+        raise ValueError(
+            f"embeddings must hold the same number of rows of each of the {group.size} ranks, "
+            f"got {embeddings.shape[0]} rows"
+        )
+
+
+@torch.library.custom_op("pfc::sharded_lse", mutates_args=())
+def sharded_lse(
+    embeddings: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    target: Tensor,
+    normalize: bool,
+    group_name: str,
+    group_size: int,
+    group_rank: int,
+    sparse_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Returns `negative_lse` and `target_logit`, `[B]` each, of this rank's rows.
+
+    Args:
+        embeddings: `[N, D]`, floating point.
+        weight: `[K, D]`, floating point.
+        index: `[S]` int64 as pfc::sample gives it, or None.
+        target: `[N]` int64.
+        normalize: whether the classes' rows are taken at unit length.
+        group_name: with `group_size` and `group_rank`, the group that the classes are sharded over.
+        sparse_grad: whether `weight`'s gradient is a coalesced COO tensor of the S rows.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        RuntimeError: the live group is not the one given.
+    """
+    group = Group(group_name, group_size, group_rank)
+    _group.check(group)
+    _check_shapes(embeddings, weight, index, target, group)
+
+    dtype = accumulate_dtype(embeddings)
+    lse = torch.full(target.shape, -torch.inf, dtype=dtype, device=embeddings.device)
+    target_logit = torch.zeros_like(lse)
+    for tile in Tiles(embeddings, weight, index, target, normalize):
+        if tile.padding is not None:
+            tile.logits.masked_fill_(tile.padding, -torch.inf)
+        target_logit += tile.replace_target(-torch.inf)
+        lse = torch.logaddexp(lse, _logsumexp_(tile.logits))
+
+    parts = _group.all_to_all(torch.stack([lse, target_logit], dim=1), group)
+    return torch.logsumexp(parts[..., 0], dim=0), parts[..., 1].sum(dim=0)
+
+
+def _logsumexp_(logits: Tensor) -> Tensor:
+    """`[T, N] → [N]` in place: the tile's buffer holds the exponentials."""
+    peak = logits.amax(dim=0)
+    peak.masked_fill_(peak == -torch.inf, 0)  # where no class takes part: log 0 = −∞, not NaN
+    return logits.sub_(peak).exp_().sum(dim=0).log_().add_(peak)
+
+
+@sharded_lse.register_fake
+def _(embeddings, weight, index, target, normalize, group_name, group_size, group_rank, sparse_grad=False):
+    _check_shapes(embeddings, weight, index, target, Group(group_name, group_size, group_rank))
+    rows = embeddings.shape[0] // group_size
+    return tuple(embeddings.new_empty(rows, dtype=accumulate_dtype(embeddings)) for _ in range(2))
+
+
+@torch.library.custom_op("pfc::sharded_lse_backward", mutates_args=())
+def sharded_lse_backward(
+    embeddings: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    target: Tensor,
+    normalize: bool,
+    row_terms: Tensor,
+    weight_factor: float,
+    embeddings_grad: bool,
+    weight_grad: bool,
+    sparse_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of the gradients; empty tensors in place of those not asked for. No collective.
+
+    Args:
+        row_terms: `[N, 3]`: l, t and negative_lse of every row.
+        weight_factor: 1/W.
+
+    Returns:
+        The gradient of embeddings `[N, D]`; of weight `[K, D]`, or with `sparse_grad` its rows `[S, D]`; and with
+        `sparse_grad` the ids of those rows, `[S]` ascending. Padding rows hold −0.0, the identity of IEEE addition:
+        adding such a row changes nothing, the sum of two is still one, and no member's row is all −0.0.
+    """
+    lse_grad, target_grad, negative_lse = row_terms.unbind(dim=1)
+    tiles = Tiles(embeddings, weight, index, target, normalize)
+    dx = torch.zeros(embeddings.shape if embeddings_grad else 0, dtype=tiles.dtype, device=embeddings.device)
+    dw = weight.new_empty(0)
+    if weight_grad:
+        covered = sparse_grad or index is None
+        dw = weight.new_empty(tiles.num_classes, weight.shape[1]) if covered else torch.zeros_like(weight)
+
+    for tile in tiles:
+        dz = tile.logits.sub_(negative_lse).exp_().mul_(lse_grad)
+        if tile.padding is not None:
+            dz.masked_fill_(tile.padding, 0)
+        tile.replace_target(target_grad)
+        dz = dz.to(tiles.operand)
+        if embeddings_grad:
+            matmul(dz.t(), tile.centres, out=dx, accumulate=True)
+        if weight_grad:
+            g = tile.project(matmul(dz, tiles.embeddings, out=tile.workspace), weight_factor)
+            if sparse_grad or tile.rows is None:
+                dw[tile.span] = g
+            else:
+                dw.index_copy_(0, tile.rows, g.to(dw.dtype))
+
+    rows = target.new_empty(0)
+    if weight_grad and sparse_grad:
+        rows, dw = _by_row(dw, index, tiles)
+    return dx.to(embeddings.dtype), dw, rows
+
+
+def _by_row(values: Tensor, index: Tensor | None, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Returns the row ids, ascending, and the rows in that order."""
+    if index is None:
+        return torch.arange(values.shape[0], device=values.device), values
+    if not tiles.may_pad:
+        return index.clone(), values
+    rows, order = (index % tiles.num_local_classes).sort()
+    is_padding = index[order] >= tiles.num_local_classes
+    # + 0.0 turns a member's −0.0 into 0.0: only padding keeps the sign.
+    return rows, values[order].add_(0.0).masked_fill_(is_padding.unsqueeze(1), -0.0)
+
+
+@sharded_lse_backward.register_fake
+def _(
+    embeddings, weight, index, target, normalize, row_terms, weight_factor, embeddings_grad, weight_grad, sparse_grad
+):
+    num_rows = (weight if index is None else index).shape[0] if sparse_grad else weight.shape[0]
+    return (
+        embeddings.new_empty(embeddings.shape if embeddings_grad else 0),
+        weight.new_empty((num_rows, weight.shape[1]) if weight_grad else 0),
+        target.new_empty(num_rows if weight_grad and sparse_grad else 0),
+    )
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    embeddings, weight, index, target, ctx.normalize, *group, ctx.sparse_grad = inputs
+    ctx.group = Group(*group)
+    negative_lse, _ = output
+    ctx.save_for_backward(embeddings, weight, index, target, negative_lse)
+
+
+def _backward(ctx, lse_grad: Tensor, target_grad: Tensor):
+    embeddings, weight, index, target, negative_lse = ctx.saved_tensors
+    embeddings_grad, weight_grad = ctx.needs_input_grad[:2]
+    row_terms = torch.ops.pfc.gather(torch.stack([lse_grad, target_grad, negative_lse], dim=1), *ctx.group)
+    dx, dw, rows = torch.ops.pfc.sharded_lse_backward(
+        embeddings,
+        weight,
+        index,
+        target,
+        ctx.normalize,
+        row_terms,
+        1 / ctx.group.size,
+        embeddings_grad,
+        weight_grad,
+        ctx.sparse_grad,
+    )
+    if weight_grad and ctx.sparse_grad:
+        dw = torch.sparse_coo_tensor(rows.unsqueeze(0), dw, weight.shape, is_coalesced=True, check_invariants=False)
+    return (
+        dx if embeddings_grad else None,
+        dw if weight_grad else None,
+        *([None] * 7),
+    )
+
+
+sharded_lse.register_autograd(_backward, setup_context=_setup_context)
