@@ -1,6 +1,6 @@
 """Margins ψ: what the target's cosine is replaced by before the softmax.
 
-A margin is any differentiable callable
+A margin is any differentiable callable::
 
     margin(cosine [B], embeddings [B, D], labels [B]) -> [B]
 

@@ -16,6 +16,7 @@ from .margins import CosFace
 from .ops import _group
 from .ops._hash import random_bits
 from .ops._shard import shard
+from .ops._tiles import EPSILON
 from .ops.sample import local_target
 
 Margin: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -211,7 +212,10 @@ class PartialFC(nn.Module):
         if dtype != torch.float64 and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
         wide = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-        return (self.scale * F.normalize(wide, dim=1)).to(dtype)
+        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        # A row of zeros has no direction: it stays zero, and so does its gradient, which would be g / ε otherwise.
+        direction = wide / length.masked_fill(length <= EPSILON, torch.inf)
+        return (self.scale * direction).to(dtype)
 
     def _reduce(self, loss: Tensor, group_labels: Tensor) -> Tensor:
         """`[B]` of this rank to the group's value. Every rank adds the same W numbers in the same order."""

@@ -1,6 +1,6 @@
 """Partial FC as a text-book page: dense, one process, float64, plain autograd. The oracle of the tests.
 
-The loss of a row with embedding x and label y, over the classes P that take part (y is one of them):
+The loss of a row with embedding x and label y, over the classes P that take part (y is one of them)::
 
     cos_j = <x, w_j> / (|x| |w_j|)        z_y = s psi(cos_y)        z_j = s cos_j  (j != y)
     loss  = log sum_{j in P} exp(z_j) - z_y
@@ -27,7 +27,7 @@ def partial_fc_loss(
     labels: Tensor,
     *,
     margin: Margin | None = None,
-    scale: float = 64.0,
+    scale: float | Tensor = 64.0,
     ignore_index: int = -100,
     reduction: str = "mean",
     sampled: Tensor | None = None,

@@ -1,4 +1,4 @@
-"""The operators `torch.ops.pfc.*`, registered by importing this package. One batch goes through them in this order:
+"""The operators `torch.ops.pfc.*`, registered by importing this package. One batch goes through them in this order::
 
     embeddings [B, D] ─ pfc::gather ─► [N, D] ─┐                         (backward: reduce-scatter)
     labels     [B]    ─ pfc::gather ─► [N] ─ pfc::sample ─► index [S], target [N]
@@ -12,9 +12,6 @@ Behind them: `_group` (the process group as plain values), `_shard` (which class
 random bits), `_tiles` (the walk over a shard's classes).
 """
 
-from .gather import gather
-from .sample import sample
-from .sharded_ce import sharded_ce
-from .sharded_lse import sharded_lse
+from . import gather, sample, sharded_lse, sharded_ce  # noqa: I001 — the order of the flow
 
 __all__ = ["gather", "sample", "sharded_ce", "sharded_lse"]

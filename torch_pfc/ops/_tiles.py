@@ -121,6 +121,8 @@ class Tiles:
                 padding = (rows >= self.num_local_classes).unsqueeze(1)
                 rows = rows % self.num_local_classes
             classes = self.weight.index_select(0, rows)
+        if classes.dtype == torch.float64:  # a master weight wider than the matmul
+            classes = classes.to(self.dtype)
         if self.normalize:
             length = torch.linalg.vector_norm(classes, dim=1, keepdim=True, dtype=self.dtype).clamp_min_(EPSILON)
             torch.div(classes, length, out=centres)

@@ -1,4 +1,4 @@
-"""pfc::gather — every rank's rows on every rank.
+"""pfc::gather — every rank's rows on every rank::
 
     forward    y = [x_0; x_1; …; x_{W−1}]          [B, …] → [W·B, …]      one all-gather
     backward   dx_r = Σ_ranks dy[r·B : (r+1)·B]    [W·B, …] → [B, …]      one reduce-scatter

@@ -1,4 +1,4 @@
-"""pfc::sample — which of a rank's classes take part in this step.
+"""pfc::sample — which of a rank's classes take part in this step::
 
     set      = positives of this shard ∪ negatives, drawn uniformly up to max(num_sampled, positives) classes
     S        = clamp(num_sampled, min(N, K), K)           known from shapes alone
@@ -35,6 +35,13 @@ def _num_entries(labels: Tensor, num_local_classes: int, num_sampled: int):
     return torch.sym_max(min(num_sampled, num_local_classes), torch.sym_min(labels.shape[0], num_local_classes))
 
 
+def _check(labels: Tensor, key: Tensor) -> None:
+    if labels.dim() != 1 or labels.dtype != torch.int64:
+        raise ValueError(f"labels must be [N] int64, got {list(labels.shape)} {labels.dtype}")
+    if key.dim() != 0 or key.dtype != torch.int64:
+        raise ValueError(f"key must be a scalar int64 tensor, got {list(key.shape)} {key.dtype}")
+
+
 @torch.library.custom_op("pfc::sample", mutates_args=())
 def sample(
     labels: Tensor, key: Tensor, class_start: int, num_local_classes: int, num_sampled: int, ignore_index: int
@@ -52,7 +59,11 @@ def sample(
     Returns:
         index: `[S]` int64.
         target: `[N]` int64.
+
+    Raises:
+        ValueError: labels or key of another shape or dtype.
     """
+    _check(labels, key)
     target = local_target(labels, class_start, num_local_classes, ignore_index)
     size = _num_entries(labels, num_local_classes, num_sampled)
     if num_local_classes == 0:
@@ -79,5 +90,6 @@ def sample(
 def _(
     labels: Tensor, key: Tensor, class_start: int, num_local_classes: int, num_sampled: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
+    _check(labels, key)
     size = _num_entries(labels, num_local_classes, num_sampled)
     return labels.new_empty(size), labels.new_empty(labels.shape)

@@ -1,4 +1,4 @@
-"""pfc::sharded_ce — the margin-softmax cross-entropy of rows against classes that live on many ranks.
+"""pfc::sharded_ce — the margin-softmax cross-entropy of rows against classes that live on many ranks::
 
     loss_n = softplus(negative_lse_n − s·ψ(target_logit_n / s)),   ψ(cos θ) = cos(m1 θ + m2) − m3
 

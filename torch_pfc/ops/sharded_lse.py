@@ -1,11 +1,11 @@
 """pfc::sharded_lse — the softmax over classes that live on many ranks, without its logits.
 
-With z_nj = x_n · ŵ_j, the logit of row n and class j (ŵ is w / max(‖w‖, ε), or w itself where normalize is False):
+With z_nj = x_n · ŵ_j, the logit of row n and class j (ŵ is w / max(‖w‖, ε), or w itself where normalize is False)::
 
     negative_lse_n = log Σ_{j ≠ target_n} exp z_nj      over the sets of all ranks
     target_logit_n = z_{n, target_n}                    0 where the row has no target on any rank
 
-so that a softmax cross-entropy with any margin ψ on the target is softplus(negative_lse − s·ψ(target_logit / s)).
+so that a softmax cross-entropy with any margin ψ on the target is softplus(negative_lse − s·ψ(target_logit / s))::
 
     embeddings [N, D]  every rank's rows, scaled by the caller; their dtype is the matmul's
     weight     [K, D]  this rank's classes, in any (master) dtype
@@ -13,13 +13,13 @@ so that a softmax cross-entropy with any margin ψ on the target is softplus(neg
     target     [N]     position in `index` (or row of `weight`), −1 where the class lives elsewhere or is ignored
     outputs    [B]     of this rank's rows, float32 (float64 for float64 embeddings)
 
-Backward, with l and t the gradients of the two outputs and p_nj = exp(z_nj − negative_lse_n):
+Backward, with l and t the gradients of the two outputs and p_nj = exp(z_nj − negative_lse_n)::
 
     dz_nj = l_n p_nj  (j ≠ target_n),   t_n  (j = target_n)
     dx_n  = Σ_j dz_nj ŵ_j                                  this rank's part of the sum: pfc::gather's backward adds
     dw_j  = (g_j − ŵ_j (ŵ_j · g_j)) / (W ‖w_j‖),  g_j = Σ_n dz_nj x_n
 
-The 1/W is the one factor by which "mean over ranks" enters (docs/design): nobody averages this gradient later.
+The 1/W is the one factor by which "mean over ranks" enters (docs/gradients.md): nobody averages this gradient later.
 
 Collectives: forward one all-to-all of [N, 2]; backward one all-gather of [B, 3]. No device-to-host sync.
 Memory: three tile buffers of at most TILE_ELEMENTS elements, [N, D] in float32 for dx, and the weight gradient: [K, D],
@@ -143,7 +143,7 @@ def sharded_lse_backward(
     dw = weight.new_empty(0)
     if weight_grad:
         covered = sparse_grad or index is None
-        dw = weight.new_empty(tiles.num_classes, weight.shape[1]) if covered else torch.zeros_like(weight)
+        dw = weight.new_empty(tiles.num_classes, weight.shape[1]) if covered else weight.new_zeros(weight.shape)
 
     for tile in tiles:
         dz = tile.logits.sub_(negative_lse).exp_().mul_(lse_grad)
