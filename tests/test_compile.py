@@ -1,10 +1,11 @@
 """A compiled train step equals the eager one, on one rank and on several."""
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torch_pfc
 
@@ -34,9 +35,10 @@ def train(backend: str | None, sizes: tuple[int, ...], options: dict):
     backbone, head = make(**options)
     optimizer = torch.optim.SGD([*backbone.parameters(), head.weight], lr=0.1)
 
-    def loss_of(images, labels, key):
+    def eager_loss(images: Tensor, labels: Tensor, key: Tensor) -> Tensor:
         return head(backbone(images), labels, key=key)
 
+    loss_of: Callable[..., Tensor] = eager_loss
     if backend is not None:
         loss_of = torch.compile(loss_of, backend=backend, fullgraph=True)
     losses = []

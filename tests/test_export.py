@@ -74,13 +74,13 @@ def export_and_run(path: str):
 def run_the_other_ranks_program(path: str):
     rank = torch.distributed.get_rank()
     program = torch.export.load(f"{path}/rank{1 - rank}.pt2").module()
-    with pytest.raises(RuntimeError, match=f"built for rank {1 - rank} of 2 .* but runs as rank {rank} of 2"):
+    with pytest.raises(RuntimeError, match=rf"built for rank {1 - rank} of 2 .* but runs as rank {rank} of 2"):
         program(*batch(5))
 
 
 def run_in_a_larger_group(path: str):
     program = torch.export.load(f"{path}/rank0.pt2").module()
-    with pytest.raises(RuntimeError, match="built for rank 0 of 2 .* but runs as rank . of 3"):
+    with pytest.raises(RuntimeError, match=r"built for rank 0 of 2 .* but runs as rank . of 3"):
         program(*batch(5))
 
 

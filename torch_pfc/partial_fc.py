@@ -11,12 +11,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import _ddp
+from ._inputs import (
+    as_class_ids,
+    assert_in_range,
+    check_embeddings,
+    num_missing_rows,
+    pad_rows,
+    scaled_directions,
+)
 from ._sparse_grad import keep_coalesced
 from .margins import CosFace
 from .ops import _group
 from .ops._hash import random_bits
 from .ops._shard import shard
-from .ops._tiles import EPSILON
 from .ops.sample import local_target
 
 Margin: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -168,18 +175,20 @@ class PartialFC(nn.Module):
             RuntimeError: a label that is neither a class nor `ignore_index`, on every rank; or a process group other
                 than the one that the module was built for.
         """
-        labels = self._check_inputs(embeddings, labels)
-        rows, row_labels = self._even(embeddings, labels) if self.uneven_batches else (embeddings, labels)
+        check_embeddings(embeddings, self.embedding_dim)
+        labels = as_class_ids(labels, embeddings.shape[0])
+        self._check_weight()
+        num_missing = self._num_missing_rows(embeddings)
 
-        x = torch.ops.pfc.gather(self._scaled(rows), *self.group)
-        group_labels = torch.ops.pfc.gather(row_labels, *self.group)
-        self._check_labels(group_labels)
+        x = self._gather(scaled_directions(embeddings, self.scale), num_missing)
+        group_labels = self._gather(labels, num_missing, self.ignore_index)
+        assert_in_range(group_labels, self.num_classes, self.ignore_index)
         index, target = self.sample(group_labels, key=key)
         negative_lse, target_logit = torch.ops.pfc.sharded_lse(
             x, self.weight, index, target, True, *self.group, self.sparse_grad
         )
-        if self.uneven_batches:
-            negative_lse, target_logit = negative_lse[: len(labels)], target_logit[: len(labels)]
+        if num_missing:
+            negative_lse, target_logit = negative_lse[:-num_missing], target_logit[:-num_missing]
 
         cosine = target_logit / self.scale
         margined = cosine if self.margin is None else self.margin(cosine, embeddings, labels)
@@ -206,16 +215,48 @@ class PartialFC(nn.Module):
             labels, key, self.class_start, self.num_local_classes, self.num_sampled, self.ignore_index
         )
 
-    def _scaled(self, embeddings: Tensor) -> Tensor:
-        """s·x̂ in the dtype of the matmul; computed in float32, where squares of half precision cannot overflow."""
-        device_type, dtype = embeddings.device.type, embeddings.dtype
-        if dtype != torch.float64 and torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-        wide = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-        # A row of zeros has no direction: it stays zero, and so does its gradient, which would be g / ε otherwise.
-        direction = wide / length.masked_fill(length <= EPSILON, torch.inf)
-        return (self.scale * direction).to(dtype)
+    @torch.no_grad()
+    def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The `k` classes of the group whose centres are closest to each embedding; every rank must call it.
+
+        Args:
+            embeddings: `[B, D]` floating point.
+            k: 1 … `num_classes`.
+
+        Returns:
+            cosines: `[B, k]` float32, descending.
+            classes: `[B, k]` int64, global ids; of equal cosines the lower id first.
+
+        Raises:
+            ValueError: shapes that do not fit, or k out of range.
+            TypeError: embeddings that are not floating point.
+        """
+        if not 1 <= k <= self.num_classes:
+            raise ValueError(f"k must lie in [1, num_classes={self.num_classes}], got {k}")
+        check_embeddings(embeddings, self.embedding_dim)
+        self._check_weight()
+        num_missing = self._num_missing_rows(embeddings)
+        x = self._gather(scaled_directions(embeddings, 1.0), num_missing)
+        cosines, classes = torch.ops.pfc.sharded_topk(x, self.weight, k, *self.group)
+        return (cosines[:-num_missing], classes[:-num_missing]) if num_missing else (cosines, classes)
+
+    def _check_weight(self) -> None:
+        expected = (self.num_local_classes, self.embedding_dim)
+        if self.weight.shape != expected:
+            raise ValueError(
+                f"weight must be this rank's shard {list(expected)} of the {self.num_classes} classes "
+                f"(classes {self.class_start} … {self.class_start + self.num_local_classes - 1}), "
+                f"got {list(self.weight.shape)}"
+            )
+
+    def _num_missing_rows(self, embeddings: Tensor) -> int:
+        """By how many rows the largest batch of the group is larger."""
+        if not self.uneven_batches:
+            return 0
+        return num_missing_rows(embeddings.shape[0], embeddings.device, self.group)
+
+    def _gather(self, rows: Tensor, num_missing: int, padding: int = 0) -> Tensor:
+        return torch.ops.pfc.gather(pad_rows(rows, num_missing, padding) if num_missing else rows, *self.group)
 
     def _reduce(self, loss: Tensor, group_labels: Tensor) -> Tensor:
         """`[B]` of this rank to the group's value. Every rank adds the same W numbers in the same order."""
@@ -225,38 +266,3 @@ class PartialFC(nn.Module):
         if self.reduction == "sum":
             return total
         return total / (group_labels != self.ignore_index).sum().clamp_min(1)
-
-    def _even(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Pads with ignored rows up to the largest batch of the group."""
-        own = torch.tensor([len(labels)], device=labels.device)
-        largest = int(torch.ops.pfc.gather(own, *self.group).max())
-        missing = largest - len(labels)
-        return F.pad(embeddings, (0, 0, 0, missing)), F.pad(labels, (0, missing), value=self.ignore_index)
-
-    def _check_inputs(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Returns the labels as `[B]` int64."""
-        if embeddings.dim() != 2 or embeddings.shape[1] != self.embedding_dim:
-            raise ValueError(f"embeddings must be [B, {self.embedding_dim}], got {list(embeddings.shape)}")
-        if not embeddings.is_floating_point():
-            raise TypeError(f"embeddings must be floating point, got {embeddings.dtype}")
-        if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-            raise TypeError(f"labels must be integers, got {labels.dtype}")
-        rows = embeddings.shape[0]
-        if labels.shape != (rows,) and labels.shape != (rows, 1):
-            raise ValueError(f"labels must be [{rows}] or [{rows}, 1], as embeddings' rows, got {list(labels.shape)}")
-        expected = (self.num_local_classes, self.embedding_dim)
-        if self.weight.shape != expected:
-            raise ValueError(
-                f"weight must be this rank's shard {list(expected)} of the {self.num_classes} classes "
-                f"(classes {self.class_start} … {self.class_start + self.num_local_classes - 1}), "
-                f"got {list(self.weight.shape)}"
-            )
-        return labels.reshape(-1).long()
-
-    def _check_labels(self, group_labels: Tensor) -> None:
-        """Raises on every rank alike: each sees the labels of all. An assertion in the graph, so no sync."""
-        valid = (group_labels >= 0) & (group_labels < self.num_classes) | (group_labels == self.ignore_index)
-        rule = f"labels must lie in [0, {self.num_classes}) or equal ignore_index={self.ignore_index}"
-        if not torch.compiler.is_compiling() and group_labels.device.type == "cpu" and not valid.all():
-            raise RuntimeError(f"{rule}, got {group_labels[~valid].unique().tolist()}")
-        torch._assert_async(valid.all(), rule)

@@ -66,12 +66,7 @@ def partial_fc_loss(
 
 
 def negative_lse_and_target(
-    embeddings: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    sampled: Tensor | None = None,
-    normalize: bool = True,
+    embeddings: Tensor, weight: Tensor, labels: Tensor, *, sampled: Tensor | None = None, normalize: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The two numbers per row that the loss is made of: log-sum-exp of the other classes, and the target's logit.
 

@@ -12,6 +12,6 @@ Behind them: `_group` (the process group as plain values), `_shard` (which class
 random bits), `_tiles` (the walk over a shard's classes).
 """
 
-from . import gather, sample, sharded_lse, sharded_ce  # noqa: I001 — the order of the flow
+from . import gather, sample, sharded_lse, sharded_ce, sharded_topk  # noqa: I001 — the order of the flow
 
-__all__ = ["gather", "sample", "sharded_ce", "sharded_lse"]
+__all__ = ["gather", "sample", "sharded_ce", "sharded_lse", "sharded_topk"]

@@ -19,13 +19,28 @@ from torch import Tensor
 TILE_ELEMENTS = 1 << 20
 ACCELERATOR_TILE_ELEMENTS = 1 << 26
 
-# The smallest length that a class centre is divided by, as in torch.nn.functional.normalize.
+# A row no longer than this has no direction: it stays zero at unit length, and so does its gradient, which would be
+# g / ε with torch.nn.functional.normalize's rule.
 EPSILON = 1e-12
 
 
 def accumulate_dtype(embeddings: Tensor) -> torch.dtype:
     """The dtype of logits and sums: float64 for float64 embeddings, otherwise float32."""
     return torch.promote_types(embeddings.dtype, torch.float32)
+
+
+def check_operands(embeddings: Tensor, weight: Tensor, group_size: int) -> None:
+    """Raises ValueError unless embeddings `[N, D]` and weight `[K, D]` fit each other and N the group."""
+    if embeddings.dim() != 2 or weight.dim() != 2 or embeddings.shape[1] != weight.shape[1]:
+        raise ValueError(
+            "embeddings [N, D] and weight [K, D] must be matrices of the same width, got "
+            f"{list(embeddings.shape)} and {list(weight.shape)}"
+        )
+    if embeddings.shape[0] % group_size != 0:
+        raise ValueError(
+            f"embeddings must hold the same number of rows of each of the {group_size} ranks, "
+            f"got {embeddings.shape[0]} rows"
+        )
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> Tensor:
@@ -42,8 +57,8 @@ class Tile:
 
     Attributes:
         rows: `[T]` their rows in the weight, None where the walk takes every row.
-        centres: `[T, D]` ŵ, rounded to the dtype of the matmul.
-        length: `[T, 1]` max(‖w‖, ε), None where centres are not normalised.
+        centres: `[T, D]` ŵ, or w where they are not normalised, rounded to the dtype of the matmul.
+        length: `[T, 1]` ‖w‖, or ∞ for a row without a direction; None where centres are not normalised.
         logits: `[T, N]`.
         padding: `[T, 1]` bool, which of them are none; None where the shapes rule padding out.
         workspace: `[T, D]` scratch.
@@ -78,8 +93,6 @@ class Tile:
             return grad.mul_(factor)
         centres = self.centres.to(grad.dtype)
         along = (centres * grad).sum(dim=1, keepdim=True)
-        # A row shorter than ε is divided by the constant ε: its length has no gradient.
-        along.masked_fill_(self.length <= EPSILON, 0)
         return grad.addcmul_(centres, along, value=-1).mul_(factor / self.length)
 
 
@@ -124,7 +137,8 @@ class Tiles:
         if classes.dtype == torch.float64:  # a master weight wider than the matmul
             classes = classes.to(self.dtype)
         if self.normalize:
-            length = torch.linalg.vector_norm(classes, dim=1, keepdim=True, dtype=self.dtype).clamp_min_(EPSILON)
+            length = torch.linalg.vector_norm(classes, dim=1, keepdim=True, dtype=self.dtype)
+            length.masked_fill_(length <= EPSILON, torch.inf)
             torch.div(classes, length, out=centres)
         else:
             centres.copy_(classes)

@@ -1,6 +1,6 @@
 """pfc::sharded_lse — the softmax over classes that live on many ranks, without its logits.
 
-With z_nj = x_n · ŵ_j, the logit of row n and class j (ŵ is w / max(‖w‖, ε), or w itself where normalize is False)::
+With z_nj = x_n · ŵ_j, the logit of row n and class j (ŵ is w / ‖w‖, or w itself where normalize is False)::
 
     negative_lse_n = log Σ_{j ≠ target_n} exp z_nj      over the sets of all ranks
     target_logit_n = z_{n, target_n}                    0 where the row has no target on any rank
@@ -22,8 +22,9 @@ Backward, with l and t the gradients of the two outputs and p_nj = exp(z_nj − 
 The 1/W is the one factor by which "mean over ranks" enters (docs/gradients.md): nobody averages this gradient later.
 
 Collectives: forward one all-to-all of [N, 2]; backward one all-gather of [B, 3]. No device-to-host sync.
-Memory: three tile buffers of at most TILE_ELEMENTS elements, [N, D] in float32 for dx, and the weight gradient: [K, D],
-or [S, D] with sparse_grad. Cost: one matmul of S·N·D forward and three backward, one of which makes the logits again.
+Memory: four tile buffers of at most TILE_ELEMENTS elements each, [N, D] in float32 for dx, and the weight gradient:
+[K, D], or [S, D] with sparse_grad. Cost: one matmul of S·N·D forward; three backward, of which one makes the logits
+again.
 """
 
 from __future__ import annotations
@@ -33,26 +34,17 @@ from torch import Tensor
 
 from . import _group
 from ._group import Group
-from ._tiles import Tiles, accumulate_dtype, matmul
+from ._tiles import Tiles, accumulate_dtype, check_operands, matmul
 
 
-def _check_shapes(embeddings: Tensor, weight: Tensor, index: Tensor | None, target: Tensor, group: Group) -> None:
-    if embeddings.dim() != 2 or weight.dim() != 2 or embeddings.shape[1] != weight.shape[1]:
-        raise ValueError(
-            "embeddings [N, D] and weight [K, D] must be matrices of the same width, got "
-            f"{list(embeddings.shape)} and {list(weight.shape)}"
-        )
+def _check(embeddings: Tensor, weight: Tensor, index: Tensor | None, target: Tensor, group_size: int) -> None:
+    check_operands(embeddings, weight, group_size)
     if target.shape != embeddings.shape[:1]:
         raise ValueError(
             f"target must have one entry for each of embeddings' {embeddings.shape[0]} rows, got {list(target.shape)}"
         )
     if index is not None and index.dim() != 1:
         raise ValueError(f"index must be [S], got {list(index.shape)}")
-    if embeddings.shape[0] % group.size != 0:
-        raise ValueError(
-            f"embeddings must hold the same number of rows of each of the {group.size} ranks, "
-            f"got {embeddings.shape[0]} rows"
-        )
 
 
 @torch.library.custom_op("pfc::sharded_lse", mutates_args=())
@@ -84,7 +76,7 @@ def sharded_lse(
     """
     group = Group(group_name, group_size, group_rank)
     _group.check(group)
-    _check_shapes(embeddings, weight, index, target, group)
+    _check(embeddings, weight, index, target, group_size)
 
     dtype = accumulate_dtype(embeddings)
     lse = torch.full(target.shape, -torch.inf, dtype=dtype, device=embeddings.device)
@@ -108,7 +100,7 @@ def _logsumexp_(logits: Tensor) -> Tensor:
 
 @sharded_lse.register_fake
 def _(embeddings, weight, index, target, normalize, group_name, group_size, group_rank, sparse_grad=False):
-    _check_shapes(embeddings, weight, index, target, Group(group_name, group_size, group_rank))
+    _check(embeddings, weight, index, target, group_size)
     rows = embeddings.shape[0] // group_size
     return tuple(embeddings.new_empty(rows, dtype=accumulate_dtype(embeddings)) for _ in range(2))
 
