@@ -1,0 +1,1 @@
+"""Open-set recognition of Chinese characters across typefaces, trained with Partial FC."""
