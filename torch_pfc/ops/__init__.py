@@ -8,7 +8,9 @@
     B  rows on this rank       N = B·W  rows in the group         W  ranks        D  embedding width
     C  classes in all          K  classes on this rank            S  sampled classes on this rank
 
-pfc::sharded_topk ranks the same classes without a loss. Behind them: `_group` (the process group as plain values), `_shard` (which classes a rank holds), `_hash` (counter-based
+pfc::sharded_topk ranks the same classes without a loss.
+
+Behind them: `_group` (the process group as plain values), `_shard` (which classes a rank holds), `_hash` (counter-based
 random bits), `_tiles` (the walk over a shard's classes).
 """
 
