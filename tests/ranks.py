@@ -138,6 +138,8 @@ def _work(rank: int, connection: Connection, port: int) -> None:
     warnings.simplefilter("error")
     # Inductor imports a module of PyTorch that still scripts.
     warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
+    # Dynamo looks at the gradient of what one graph hands to the next, behind DDP's and fully_shard's graph breaks.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     world = 0

@@ -112,7 +112,7 @@ def check_checkpointing(backend: str | None) -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_activation_checkpointing_replays_the_sample(world_size, backend):
     run_ranks(world_size, check_checkpointing, backend, timeout=120)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +22,7 @@ def guard_shards(head_type: type[Any]) -> None:
         return
     _guarded.add(head_type)
 
+    @torch.compiler.disable  # compiled autograd registers modules of its own while it traces
     def check(parent: nn.Module, name: str, model: nn.Module | None) -> None:
         if not (isinstance(parent, DistributedDataParallel) and name == "module" and model is not None):
             return

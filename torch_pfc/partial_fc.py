@@ -215,9 +215,10 @@ class PartialFC(nn.Module):
             labels, key, self.class_start, self.num_local_classes, self.num_sampled, self.ignore_index
         )
 
-    @torch.no_grad()
     def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The `k` classes of the group whose centres are closest to each embedding; every rank must call it.
+
+        No gradient flows through it.
 
         Args:
             embeddings: `[B, D]` floating point.
@@ -236,8 +237,8 @@ class PartialFC(nn.Module):
         check_embeddings(embeddings, self.embedding_dim)
         self._check_weight()
         num_missing = self._num_missing_rows(embeddings)
-        x = self._gather(scaled_directions(embeddings, 1.0), num_missing)
-        cosines, classes = torch.ops.pfc.sharded_topk(x, self.weight, k, *self.group)
+        x = self._gather(scaled_directions(embeddings.detach(), 1.0), num_missing)
+        cosines, classes = torch.ops.pfc.sharded_topk(x, self.weight.detach(), k, *self.group)
         return (cosines[:-num_missing], classes[:-num_missing]) if num_missing else (cosines, classes)
 
     def _check_weight(self) -> None:

@@ -1,0 +1,67 @@
+"""The kernels never ask an accelerator for a value: what they call is watched here on CPU tensors.
+
+On CUDA itself `torch.cuda.set_sync_debug_mode` says the same (test_cuda.py). Without reads of values, and with shapes
+that follow from shapes, a step has static addresses and may be captured in a CUDA graph.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_pfc
+from torch_pfc.ops.gather import gather
+from torch_pfc.ops.sample import sample
+from torch_pfc.ops.sharded_lse import sharded_lse, sharded_lse_backward
+from torch_pfc.ops.sharded_topk import sharded_topk
+
+from .test_ops_gather import ALONE
+from .tiles import tiles_of
+
+# Operators whose result, or whose result's shape, the host must wait for.
+SYNCS = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
+SYNCS |= {"unique_consecutive", "bincount", "repeat_interleave", "_to_copy"}
+
+
+class NoSync(TorchDispatchMode):
+    """Raises on an operator that waits for the device, and on boolean indexing, which counts on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        self.called.add(name)
+        moves = name != "_to_copy" or kwargs.get("device") is not None
+        if name in SYNCS and moves:
+            raise AssertionError(f"{func} waits for the device")
+        if name in {"index", "index_put", "index_put_"} and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
+            raise AssertionError(f"{func} with a mask waits for the device")
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("num_sampled", [None, 0, 4, 30])
+@pytest.mark.parametrize("sparse_grad", [False, True])
+def test_no_kernel_waits_for_the_device(num_sampled, sparse_grad):
+    labels, key = torch.tensor([3, -100, 7, 3]), torch.tensor(1)
+    embeddings, weight = torch.randn(4, 8), torch.randn(40, 8)
+    terms = torch.randn(4, 3)
+    with tiles_of(100), NoSync() as mode:
+        kernels = [op._init_fn for op in (gather, sharded_lse, sharded_lse_backward, sharded_topk)]
+        gather_kernel, lse, lse_backward, topk = kernels
+        gather_kernel(embeddings, *ALONE)
+        index, target = None, torch_pfc.ops.sample.local_target(labels, 0, 40, -100)
+        if num_sampled is not None:
+            index, target = sample._init_fn(labels, key, 0, 40, num_sampled, -100)
+        lse(embeddings, weight, index, target, True, *ALONE, sparse_grad)
+        lse_backward(embeddings, weight, index, target, True, terms, 1.0, True, True, sparse_grad)
+        topk(embeddings, weight, 5, *ALONE)
+    assert {"mm", "exp_", "topk", "scatter_"} <= mode.called  # the watch saw the kernels' inside
+
+
+def test_the_watch_sees_a_sync():
+    with NoSync(), pytest.raises(AssertionError, match="waits for the device"):
+        torch.tensor([1, 0]).nonzero()
