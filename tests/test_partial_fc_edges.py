@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -137,3 +138,12 @@ def test_a_given_key_repeats_the_step() -> None:
     other = assemble(run_ranks(2, steps_with_keys, 6))
     assert torch.equal(first.weight_grad, again.weight_grad)
     assert first.loss != other.loss
+
+
+def test_a_dropped_head_gives_its_weight_back_at_once() -> None:
+    """Its gradient hooks do not hold it: gigabytes would wait for the garbage collector."""
+    head = torch_pfc.PartialFC(4, 10, sample_rate=0.5, sparse_grad=True)
+    head(torch.randn(2, 4), torch.tensor([1, 2])).backward()
+    weight = weakref.ref(head.weight)
+    del head
+    assert weight() is None
