@@ -32,7 +32,8 @@ def ddp(backbone: nn.Module) -> nn.Module:
 
 
 def fsdp(backbone: nn.Module) -> nn.Module:
-    return fully_shard(backbone)
+    fully_shard(backbone)
+    return backbone
 
 
 def averaged(parameters: list[Tensor]) -> None:
@@ -98,6 +99,34 @@ def test_compiled_steps_equal_eager_ones_under(options):
     torch.testing.assert_close(compiled, run_ranks(WORLD_SIZE, train_with, ddp, None, options))
 
 
+def whole_steps(wrap: Callable, backend: str | None) -> tuple[Tensor, list[Tensor]]:
+    """Backbone, head, backward and optimizer in one compiled function."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 8)))
+    head = torch_pfc.PartialFC(8, NUM_CLASSES, scale=16.0, sample_rate=0.3)
+    optimizer = torch.optim.AdamW([*model.parameters(), head.weight], lr=0.01, foreach=False)
+
+    def step(features: Tensor, labels: Tensor, key: Tensor) -> Tensor:
+        loss = head(model(features), labels, key=key)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if backend is not None:
+        step = torch.compile(step, backend=backend)
+    losses = [step(*batch(number, head.group.rank)) for number in range(STEPS)]
+    return torch.stack(losses), [full(p) for p in [*model.parameters(), head.weight]]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("wrap", [ddp, fsdp], ids=lambda wrap: wrap.__name__)
+def test_whole_steps_with_backward_and_optimizer_equal_eager_ones(wrap, backend):
+    compiled = run_ranks(WORLD_SIZE, whole_steps, wrap, backend, timeout=240)
+    torch.testing.assert_close(compiled, run_ranks(WORLD_SIZE, whole_steps, wrap, None))
+
+
 def compiled_autograd() -> list[Tensor]:
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -109,7 +138,7 @@ def compiled_autograd() -> list[Tensor]:
         head(backbone(features), labels, key=key).backward()
 
     backward()
-    eager = [p.grad.clone() for p in parameters]
+    eager = [p.grad.clone() for p in parameters if p.grad is not None]
     for parameter in parameters:
         parameter.grad = None
     with torch._dynamo.config.patch(compiled_autograd=True):

@@ -29,10 +29,10 @@ class CosFace(nn.Module):
     Wang et al., "CosFace: Large Margin Cosine Loss for Deep Face Recognition", CVPR 2018, arXiv:1801.09414.
 
     Args:
-        m: the margin, in cosine.
+        m: the margin, in cosine: a number, or a scalar tensor that a schedule changes without a recompilation.
     """
 
-    def __init__(self, m: float = 0.4) -> None:
+    def __init__(self, m: float | Tensor = 0.4) -> None:
         super().__init__()
         self.m = m
 
@@ -112,7 +112,7 @@ class CombinedMargin(nn.Module):
         return combined_margin(cosine, self.m1, self.m2, self.m3)
 
 
-def combined_margin(cosine: Tensor, m1: float, m2: float, m3: float) -> Tensor:
+def combined_margin(cosine: Tensor, m1: float, m2: float, m3: float | Tensor) -> Tensor:
     """CombinedMargin's formula, of cosines of any shape; the margins must be in range."""
     if m1 == 1 and m2 == 0:
         return cosine - m3
