@@ -11,6 +11,10 @@ Kernels see the group through the functions below. At size 1 none of them touche
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import NamedTuple, TypeAlias, Union
 
 import torch
@@ -30,6 +34,31 @@ class Group(NamedTuple):
 
 
 ALONE = Group("", 1, 0)
+
+# The global rank that this thread stands for where one process plays several (torch_pfc.debug).
+_simulated_rank: ContextVar[int | None] = ContextVar("simulated_rank", default=None)
+
+
+@contextlib.contextmanager
+def simulated(rank: int) -> Iterator[None]:
+    """This thread stands for global rank `rank`."""
+    token = _simulated_rank.set(rank)
+    try:
+        yield
+    finally:
+        _simulated_rank.reset(token)
+
+
+def _is_local_tensor_mode_on() -> bool:
+    # Looked up, not imported: who does not debug pays nothing, and a PyTorch that renames it breaks nothing here.
+    mode = getattr(sys.modules.get("torch.distributed._local_tensor"), "enabled_local_tensor_mode", None)
+    return mode is not None and mode() is not None
+
+
+def _rank_in(group: dist.ProcessGroup) -> int:
+    # Dynamo does not trace context variables, and nothing is simulated in compiled code.
+    rank = None if torch.compiler.is_compiling() else _simulated_rank.get()
+    return group.rank() if rank is None else dist.get_group_rank(group, rank)
 
 
 def resolve(group: GroupLike) -> Group:
@@ -60,7 +89,7 @@ def resolve(group: GroupLike) -> Group:
         raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}")
     if group.size() == 1:
         return ALONE
-    return Group(group.group_name, group.size(), group.rank())
+    return Group(group.group_name, group.size(), _rank_in(group))
 
 
 def check(group: Group) -> None:
@@ -74,10 +103,16 @@ def check(group: Group) -> None:
             f"this program was built for rank {group.rank} of the {group.size}-rank process group {group.name!r}, "
             "which does not exist in this process: call torch.distributed.init_process_group first"
         ) from error
-    if (live.size(), live.rank()) != (group.size, group.rank):
+    if _simulated_rank.get() is None and _is_local_tensor_mode_on():
+        raise RuntimeError(
+            "under LocalTensorMode, an operator's collectives would run on this process's group: "
+            "import torch_pfc.debug, which makes them run over the simulated ranks"
+        )
+    rank = _rank_in(live)
+    if (live.size(), rank) != (group.size, group.rank):
         raise RuntimeError(
             f"this program was built for rank {group.rank} of {group.size} in process group {group.name!r}, "
-            f"but runs as rank {live.rank()} of {live.size()}: build or export it once per rank and group size"
+            f"but runs as rank {rank} of {live.size()}: build or export it once per rank and group size"
         )
 
 
