@@ -147,3 +147,12 @@ def test_a_dropped_head_gives_its_weight_back_at_once() -> None:
     weight = weakref.ref(head.weight)
     del head
     assert weight() is None
+
+
+def test_a_step_on_the_meta_device_has_shapes_alone() -> None:
+    head = torch_pfc.PartialFC(4, 10, sample_rate=0.5, device="meta")
+    embeddings = torch.empty(3, 4, device="meta", requires_grad=True)
+    loss = head(embeddings, torch.empty(3, dtype=torch.int64, device="meta"))
+    loss.backward()
+    assert loss.shape == () and embeddings.grad is not None and head.weight.grad is not None
+    assert head.weight.grad.shape == (10, 4) and head.weight.grad.is_meta

@@ -55,7 +55,8 @@ def scaled_directions(embeddings: Tensor, scale: float | Tensor) -> Tensor:
     Computed in float32 (float64 for float64), where squares of half-precision numbers cannot overflow.
     """
     device_type, dtype = embeddings.device.type, embeddings.dtype
-    if dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    if autocast and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
     wide = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
     length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
