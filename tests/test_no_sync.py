@@ -6,13 +6,14 @@ that follow from shapes, a step has static addresses and may be captured in a CU
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch_pfc
 from torch_pfc.ops.gather import gather
-from torch_pfc.ops.sample import sample
+from torch_pfc.ops.sample import local_target, sample
 from torch_pfc.ops.sharded_lse import sharded_lse, sharded_lse_backward
 from torch_pfc.ops.sharded_topk import sharded_topk
+from torch_pfc.plan._trace import AsCuda
 
 from .test_ops_gather import ALONE
 from .tiles import tiles_of
@@ -28,11 +29,13 @@ class NoSync(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.called: set[str] = set()
+        self.overloads: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         self.called.add(name)
+        self.overloads.add(f"{name}.{func._overloadname}")
         moves = name != "_to_copy" or kwargs.get("device") is not None
         if name in SYNCS and moves:
             raise AssertionError(f"{func} waits for the device")
@@ -43,23 +46,39 @@ class NoSync(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("num_sampled", [None, 0, 4, 30])
-@pytest.mark.parametrize("sparse_grad", [False, True])
-def test_no_kernel_waits_for_the_device(num_sampled, sparse_grad):
+def run_every_kernel(dtype: torch.dtype, num_sampled: int | None, sparse_grad: bool) -> None:
     labels, key = torch.tensor([3, -100, 7, 3]), torch.tensor(1)
-    embeddings, weight = torch.randn(4, 8), torch.randn(40, 8)
+    embeddings, weight = torch.randn(4, 8).to(dtype), torch.randn(40, 8)
+    gather._init_fn(embeddings, *ALONE)
+    index, target = None, local_target(labels, 0, 40, -100)
+    if num_sampled is not None:
+        index, target = sample._init_fn(labels, key, 0, 40, num_sampled, -100)
+    sharded_lse._init_fn(embeddings, weight, index, target, True, *ALONE, sparse_grad)
     terms = torch.randn(4, 3)
+    sharded_lse_backward._init_fn(embeddings, weight, index, target, True, terms, 1.0, True, True, sparse_grad)
+    sharded_topk._init_fn(embeddings, weight, 5, *ALONE)
+
+
+every_sampling = pytest.mark.parametrize("num_sampled", [None, 0, 4, 30])
+every_gradient = pytest.mark.parametrize("sparse_grad", [False, True])
+
+
+@every_sampling
+@every_gradient
+def test_no_kernel_waits_for_the_device(num_sampled, sparse_grad):
+    """In float32, where an accelerator's path is the CPU's but for the tiles' size."""
     with tiles_of(100), NoSync() as mode:
-        kernels = [op._init_fn for op in (gather, sharded_lse, sharded_lse_backward, sharded_topk)]
-        gather_kernel, lse, lse_backward, topk = kernels
-        gather_kernel(embeddings, *ALONE)
-        index, target = None, torch_pfc.ops.sample.local_target(labels, 0, 40, -100)
-        if num_sampled is not None:
-            index, target = sample._init_fn(labels, key, 0, 40, num_sampled, -100)
-        lse(embeddings, weight, index, target, True, *ALONE, sparse_grad)
-        lse_backward(embeddings, weight, index, target, True, terms, 1.0, True, True, sparse_grad)
-        topk(embeddings, weight, 5, *ALONE)
+        run_every_kernel(torch.float32, num_sampled, sparse_grad)
     assert {"mm", "exp_", "topk", "scatter_"} <= mode.called  # the watch saw the kernels' inside
+
+
+@every_sampling
+@every_gradient
+def test_the_accelerators_path_in_half_precision_does_not_either(num_sampled, sparse_grad):
+    """Its matmuls from half to float32 exist on CUDA alone, so on fake tensors: those have no values to wait for."""
+    with FakeTensorMode(), AsCuda(), tiles_of(100), NoSync() as mode:
+        run_every_kernel(torch.bfloat16, num_sampled, sparse_grad)
+    assert "mm.dtype" in mode.overloads
 
 
 def test_the_watch_sees_a_sync():

@@ -182,13 +182,13 @@ def tracing(device: str) -> Iterator[Trace]:
     if device == "cuda":
         _tiles.TILE_ELEMENTS = _tiles.ACCELERATOR_TILE_ELEMENTS
     try:
-        with FakeTensorMode(), Trace(_AsCuda if device == "cuda" else nullcontext) as trace, _few_tiles(trace):
+        with FakeTensorMode(), Trace(AsCuda if device == "cuda" else nullcontext) as trace, _few_tiles(trace):
             yield trace
     finally:
         _tiles.TILE_ELEMENTS = tile_elements
 
 
-class _AsCuda(TorchFunctionMode):
+class AsCuda(TorchFunctionMode):
     """Tensors say that they are CUDA's: the operators then multiply halves without widening them first."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
