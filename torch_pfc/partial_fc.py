@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import _ddp
+from ._init import draw_centres_
 from ._inputs import (
     as_class_ids,
     assert_in_range,
@@ -22,17 +23,12 @@ from ._inputs import (
 from ._sparse_grad import keep_coalesced
 from .margins import CosFace
 from .ops import _group
-from .ops._hash import random_bits
 from .ops._shard import shard
 from .ops.sample import local_target
 
 Margin: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _DEFAULT_MARGIN = CosFace(0.4)
-# As in InsightFace. Centres are used at unit length, so this sets how far a step of given size turns them.
-_INIT_STD = 0.01
-# Classes that share one seed: initial values are drawn in whole blocks, so that they do not depend on where shards end.
-_INIT_BLOCK = 1024
 
 
 class PartialFC(nn.Module):
@@ -144,22 +140,9 @@ class PartialFC(nn.Module):
             f"classes {self.class_start} … {self.class_start + self.num_local_classes - 1}"
         )
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws `weight` anew: normal, a function of torch's default seed and the class id, not of the group's size."""
-        key = torch.randint(2**62, ())
-        if self.weight.is_meta:
-            return
-        stop = self.class_start + self.num_local_classes
-        first_block = self.class_start // _INIT_BLOCK
-        blocks = torch.arange(first_block, -(-stop // _INIT_BLOCK))
-        generator = torch.Generator(self.weight.device)
-        for block, seed in enumerate(random_bits(key, blocks).tolist(), start=first_block):
-            values = torch.empty(_INIT_BLOCK, self.embedding_dim, device=self.weight.device)
-            values.normal_(std=_INIT_STD, generator=generator.manual_seed(seed))
-            start = block * _INIT_BLOCK
-            low, high = max(start, self.class_start), min(start + _INIT_BLOCK, stop)
-            self.weight[low - self.class_start : high - self.class_start] = values[low - start : high - start]
+        draw_centres_(self.weight, self.class_start)
 
     def forward(self, embeddings: Tensor, labels: Tensor, *, key: Tensor | None = None) -> Tensor:
         """Returns the loss, float32 (float64 for float64 embeddings): `[]`, or `[B]` with reduction "none".
