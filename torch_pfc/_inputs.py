@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .ops._group import Group
-from .ops._tiles import EPSILON
+from .ops._tiles import accumulate_dtype, row_length
 
 
 def check_embeddings(embeddings: Tensor, embedding_dim: int) -> None:
@@ -32,10 +32,11 @@ def as_class_ids(labels: Tensor, num_rows: int) -> Tensor:
 def assert_in_range(group_labels: Tensor, num_classes: int, ignore_index: int) -> None:
     """Raises on every rank alike: each sees the labels `[N]` of all. An assertion in the graph, so without a sync."""
     valid = (group_labels >= 0) & (group_labels < num_classes) | (group_labels == ignore_index)
+    all_valid = valid.all()
     rule = f"labels must lie in [0, {num_classes}) or equal ignore_index={ignore_index}"
-    if not torch.compiler.is_compiling() and group_labels.device.type == "cpu" and not valid.all():
+    if not torch.compiler.is_compiling() and group_labels.device.type == "cpu" and not all_valid:
         raise RuntimeError(f"{rule}, got {group_labels[~valid].unique().tolist()}")
-    torch._assert_async(valid.all(), rule)
+    torch._assert_async(all_valid, rule)
 
 
 def num_missing_rows(num_rows: int, device: torch.device, group: Group) -> int:
@@ -58,7 +59,5 @@ def scaled_directions(embeddings: Tensor, scale: float | Tensor) -> Tensor:
     autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     if autocast and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-    wide = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-    length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-    direction = wide / length.masked_fill(length <= EPSILON, torch.inf)
-    return (scale * direction).to(dtype)
+    wide = embeddings.to(accumulate_dtype(embeddings))
+    return (scale * (wide / row_length(wide, wide.dtype))).to(dtype)

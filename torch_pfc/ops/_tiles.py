@@ -43,6 +43,12 @@ def check_operands(embeddings: Tensor, weight: Tensor, group_size: int) -> None:
         )
 
 
+def row_length(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[M, D] → [M, 1]`: each row's length, computed in `dtype`; ∞ for a row without a direction."""
+    length = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=dtype)
+    return length.masked_fill(length <= EPSILON, torch.inf)
+
+
 def matmul(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> Tensor:
     """`out = a @ b`, or `out += a @ b`, with products and sums in the dtype of `out`."""
     if a.dtype == out.dtype:
@@ -137,8 +143,7 @@ class Tiles:
         if classes.dtype == torch.float64:  # a master weight wider than the matmul
             classes = classes.to(self.dtype)
         if self.normalize:
-            length = torch.linalg.vector_norm(classes, dim=1, keepdim=True, dtype=self.dtype)
-            length.masked_fill_(length <= EPSILON, torch.inf)
+            length = row_length(classes, self.dtype)
             torch.div(classes, length, out=centres)
         else:
             centres.copy_(classes)
