@@ -183,12 +183,11 @@ def all_ranks(build: Callable[[], PartialFC]) -> PartialFC:
                 heads[rank] = build()
 
     head = heads[min(heads)]
+    for name in ("class_start", "num_local_classes", "num_sampled"):
+        setattr(head, name, _combine({rank: getattr(other, name) for rank, other in heads.items()}, None))
+    head.group = head.group._replace(rank=_combine({rank: other.group.rank for rank, other in heads.items()}, None))
     for name, parameter in list(head.named_parameters()):
         local = LocalTensor({rank: other.get_parameter(name).detach() for rank, other in heads.items()})
         module, _, leaf = name.rpartition(".")
         setattr(head.get_submodule(module), leaf, nn.Parameter(local, requires_grad=parameter.requires_grad))
-    for name in ("class_start", "num_local_classes", "num_sampled"):
-        setattr(head, name, _combine({rank: getattr(other, name) for rank, other in heads.items()}, None))
-    head.group = head.group._replace(rank=_combine({rank: other.group.rank for rank, other in heads.items()}, None))
-    head._register_hooks()
     return head

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import _ddp
+from . import _ddp, _shards
 from ._init import draw_centres_
 from ._inputs import (
     as_class_ids,
@@ -120,17 +120,32 @@ class PartialFC(nn.Module):
         self.num_sampled = None if sample_rate == 1 else int(sample_rate * self.num_local_classes)
         self.weight = nn.Parameter(torch.empty(self.num_local_classes, embedding_dim, device=device, dtype=dtype))
         self.reset_parameters()
-        self._register_hooks()
-
-    def _register_hooks(self) -> None:
-        if self.sparse_grad and self.weight.requires_grad:
-            keep_coalesced(self.weight)
         if self.group.size > 1:
             _ddp.guard_shards(PartialFC)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch.nn.Module; a new `weight` is made known as this rank's shard."""
+        super().register_parameter(name, param)
+        if name == "weight" and param is not None:
+            self._adopt(param)
+
+    def _adopt(self, weight: nn.Parameter) -> None:
+        _shards.mark(weight, self.group)
+        if self.sparse_grad and weight.requires_grad:
+            keep_coalesced(weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PartialFC:
+        before = self.weight
+        super()._apply(fn, recurse)
+        if self.weight is not before:  # Module._apply puts a new one in place where it cannot change the old one
+            self._adopt(self.weight)
+        return self
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._register_hooks()  # copies and unpickled heads lose them
+        self._adopt(self.weight)  # copies and unpickled heads lose what is on it
+        if self.group.size > 1:
+            _ddp.guard_shards(PartialFC)
 
     def extra_repr(self) -> str:
         scale = "tensor" if isinstance(self.scale, Tensor) else self.scale
