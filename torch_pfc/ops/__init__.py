@@ -8,12 +8,13 @@
     B  rows on this rank       N = B·W  rows in the group         W  ranks        D  embedding width
     C  classes in all          K  classes on this rank            S  sampled classes on this rank
 
-pfc::sharded_topk ranks the same classes without a loss.
+pfc::sharded_topk ranks the same classes without a loss. pfc::sparse_sgd_ and pfc::sparse_adamw_ update the sampled rows
+of the weight in place (torch_pfc.optim).
 
 Behind them: `_group` (the process group as plain values), `_shard` (which classes a rank holds), `_hash` (counter-based
-random bits), `_tiles` (the walk over a shard's classes).
+random bits), `_tiles` (the walk over a shard's classes), `_rows` (the walk over a gradient's rows).
 """
 
-from . import gather, sample, sharded_lse, sharded_ce, sharded_topk  # noqa: I001 — the order of the flow
+from . import gather, sample, sharded_lse, sharded_ce, sharded_topk, sparse_sgd, sparse_adamw  # noqa: I001 — the flow
 
-__all__ = ["gather", "sample", "sharded_ce", "sharded_lse", "sharded_topk"]
+__all__ = ["gather", "sample", "sharded_ce", "sharded_lse", "sharded_topk", "sparse_adamw", "sparse_sgd"]

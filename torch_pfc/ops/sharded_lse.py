@@ -127,7 +127,7 @@ def sharded_lse_backward(
     Returns:
         The gradient of embeddings `[N, D]`; of weight `[K, D]`, or with `sparse_grad` its rows `[S, D]`; and with
         `sparse_grad` the ids of those rows, `[S]` ascending. Padding rows hold −0.0, the identity of IEEE addition:
-        adding such a row changes nothing, the sum of two is still one, and no member's row is all −0.0.
+        adding such a row changes nothing, the sum of two is still one, and no member's row holds a −0.0.
     """
     lse_grad, target_grad, negative_lse = row_terms.unbind(dim=1)
     tiles = Tiles(embeddings, weight, index, target, normalize)
@@ -147,7 +147,10 @@ def sharded_lse_backward(
             matmul(dz.t(), tile.centres, out=dx, accumulate=True)
         if weight_grad:
             g = tile.project(matmul(dz, tiles.embeddings, out=tile.workspace), weight_factor)
-            if sparse_grad or tile.rows is None:
+            if sparse_grad:
+                # + 0.0 after rounding turns a member's −0.0 into 0.0: only padding keeps the sign.
+                torch.add(g.to(dw.dtype), 0.0, out=dw[tile.span])
+            elif tile.rows is None:
                 dw[tile.span] = g
             else:
                 dw.index_copy_(0, tile.rows, g.to(dw.dtype))
@@ -166,8 +169,7 @@ def _by_row(values: Tensor, index: Tensor | None, tiles: Tiles) -> tuple[Tensor,
         return index.clone(), values
     rows, order = (index % tiles.num_local_classes).sort()
     is_padding = index[order] >= tiles.num_local_classes
-    # + 0.0 turns a member's −0.0 into 0.0: only padding keeps the sign.
-    return rows, values[order].add_(0.0).masked_fill_(is_padding.unsqueeze(1), -0.0)
+    return rows, values[order].masked_fill_(is_padding.unsqueeze(1), -0.0)
 
 
 @sharded_lse_backward.register_fake
