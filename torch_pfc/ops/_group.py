@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import NamedTuple, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, Union
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import StorageReader, StorageWriter
+
 GroupLike: TypeAlias = Union["dist.ProcessGroup", DeviceMesh, None]
+T = TypeVar("T")
 
 
 class Group(NamedTuple):
@@ -116,6 +120,20 @@ def check(group: Group) -> None:
         )
 
 
+def global_ranks(group: Group) -> set[int]:
+    """The ranks of the world that `group`, of more than one, consists of."""
+    return set(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group.name)))  # type: ignore[arg-type]
+
+
+def sharded_over(tensor: Tensor) -> list[Group]:
+    """Of a DTensor, the group of each mesh dimension along which ranks hold different parts; none of another tensor."""
+    mesh = getattr(tensor, "device_mesh", None)  # DTensor's class takes half a second to import
+    if mesh is None:
+        return []
+    placements = tensor.placements  # type: ignore[attr-defined]
+    return [resolve(mesh.get_group(dim)) for dim, placement in enumerate(placements) if not placement.is_replicate()]
+
+
 def all_gather(input: Tensor, group: Group) -> Tensor:
     """`[B, …] → [W·B, …]`, rank 0's rows first. Never an alias of `input`."""
     if group.size == 1:
@@ -139,5 +157,114 @@ def all_to_all(input: Tensor, group: Group) -> Tensor:
     return input.view(group.size, rows, *input.shape[1:])
 
 
+def all_to_all_rows(input: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """`[sum(sent), …] → [sum(received), …]`: `sent[r]` rows go to rank r, `received[r]` come from it, in rank order."""
+    if group.size == 1:
+        return input
+    return _wait(torch.ops._c10d_functional.all_to_all_single(input.contiguous(), received, sent, group.name))
+
+
+def send(input: Tensor, to_rank: int, group: Group) -> None:
+    dist.send(input.contiguous(), group=process_group(group), group_dst=to_rank)
+
+
+def receive(output: Tensor, from_rank: int, group: Group) -> None:
+    dist.recv(output, group=process_group(group), group_src=from_rank)
+
+
 def _wait(pending: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(pending)
+
+
+def process_group(group: Group) -> dist.ProcessGroup | None:
+    """The live group; None for a process alone."""
+    return None if group.size == 1 else dist.distributed_c10d._resolve_process_group(group.name)  # type: ignore[arg-type]
+
+
+def mesh(group: Group, device_type: str) -> DeviceMesh:
+    """The 1-D mesh over `group`, of more than one, for tensors on that type of device."""
+    return DeviceMesh.from_group(process_group(group), device_type)  # type: ignore[arg-type]
+
+
+def gloo_twin(group: Group) -> Group:
+    """A new gloo group of the same ranks: for a thread whose collectives must not mix with those of `group`."""
+    if group.size == 1:
+        return ALONE
+    if not dist.is_gloo_available():
+        raise RuntimeError("gloo must be available for collectives in the background, but torch was built without it")
+    ranks = dist.get_process_group_ranks(process_group(group))
+    return resolve(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+
+def all_gather_object(value: T, group: Group) -> list[T]:
+    """What every rank gave, in rank order."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=process_group(group))
+    return values
+
+
+def together(fn: Callable[[], T], group: Group) -> T:
+    """Returns `fn()`; where it raises on any rank, raises on all. A barrier.
+
+    Raises:
+        Exception: as `fn` did on this rank.
+        RuntimeError: `fn` raised on another rank alone.
+    """
+    result: Any = None
+    raised: Exception | None = None
+    try:
+        result = fn()
+    except Exception as error:
+        raised = error
+    failures = all_gather_object(None if raised is None else f"{type(raised).__name__}: {raised}", group)
+    if raised is not None:
+        raise raised
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise RuntimeError(f"on rank {rank} of {group.size}: {failure}")
+    return result
+
+
+def write_checkpoint(state: dict[str, Any], writer: StorageWriter, group: Group) -> None:
+    """As torch.distributed.checkpoint.save, without its warning where there is no group.
+
+    Raises:
+        RuntimeError: on every rank, if any failed.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, state_dict_saver
+
+    # What every rank has is rank 0's, also where it differs, as DDP has it of buffers such as BatchNorm's.
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+    )
+    with _as_runtime_error():
+        state_dict_saver._save_state_dict(state, writer, process_group(group), no_dist=group.size == 1, planner=planner)
+
+
+def read_checkpoint(state: dict[str, Any], reader: StorageReader, group: Group) -> None:
+    """As torch.distributed.checkpoint.load, into `state` in place, without its warning where there is no group.
+
+    Raises:
+        RuntimeError: on every rank, if any failed.
+    """
+    from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict_loader
+
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _as_runtime_error():
+        state_dict_loader._load_state_dict(
+            state, reader, process_group(group), no_dist=group.size == 1, planner=planner
+        )
+
+
+@contextlib.contextmanager
+def _as_runtime_error() -> Iterator[None]:
+    """torch.distributed.checkpoint raises a BaseException that carries the traces of all ranks."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as failure:
+        causes = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failure.failures.items())
+        raise RuntimeError(causes) from failure
