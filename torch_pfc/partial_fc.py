@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import _ddp, _shards
+from . import _state_dict
 from ._init import draw_centres_
 from ._inputs import (
     as_class_ids,
@@ -20,7 +20,7 @@ from ._inputs import (
     pad_rows,
     scaled_directions,
 )
-from ._sparse_grad import keep_coalesced
+from ._sharded_module import ShardedModule
 from .margins import CosFace
 from .ops import _group
 from .ops._shard import shard
@@ -31,7 +31,7 @@ Margin: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 _DEFAULT_MARGIN = CosFace(0.4)
 
 
-class PartialFC(nn.Module):
+class PartialFC(ShardedModule):
     """Margin-softmax loss over `num_classes` classes, sharded over a process group and sampled at each step.
 
     Every rank holds `ceil(num_classes / W)` classes, the last ones fewer or none. A step scores the rows of all ranks
@@ -102,7 +102,6 @@ class PartialFC(nn.Module):
             raise ValueError(f"scale must be positive, got {scale}")
 
         self.embedding_dim = embedding_dim
-        self.num_classes = num_classes
         # A head of its own copy: a schedule that changes one head's margin must not change another's.
         self.margin = copy.copy(margin) if margin is _DEFAULT_MARGIN else margin
         self.sample_rate = sample_rate
@@ -116,36 +115,15 @@ class PartialFC(nn.Module):
             self.scale = scale
 
         self.group = _group.resolve(group)
-        self.class_start, self.num_local_classes = shard(num_classes, self.group.size, self.group.rank)
-        self.num_sampled = None if sample_rate == 1 else int(sample_rate * self.num_local_classes)
+        self._set_num_classes(num_classes)
         self.weight = nn.Parameter(torch.empty(self.num_local_classes, embedding_dim, device=device, dtype=dtype))
         self.reset_parameters()
-        if self.group.size > 1:
-            _ddp.guard_shards(PartialFC)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch.nn.Module; a new `weight` is made known as this rank's shard."""
-        super().register_parameter(name, param)
-        if name == "weight" and param is not None:
-            self._adopt(param)
-
-    def _adopt(self, weight: nn.Parameter) -> None:
-        _shards.mark(weight, self.group)
-        if self.sparse_grad and weight.requires_grad:
-            keep_coalesced(weight)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PartialFC:
-        before = self.weight
-        super()._apply(fn, recurse)
-        if self.weight is not before:  # Module._apply puts a new one in place where it cannot change the old one
-            self._adopt(self.weight)
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._adopt(self.weight)  # copies and unpickled heads lose what is on it
-        if self.group.size > 1:
-            _ddp.guard_shards(PartialFC)
+    def _set_num_classes(self, num_classes: int) -> None:
+        """Which classes this rank holds; `weight` is the caller's to follow."""
+        self.num_classes = num_classes
+        self.class_start, self.num_local_classes = shard(num_classes, self.group.size, self.group.rank)
+        self.num_sampled = None if self.sample_rate == 1 else int(self.sample_rate * self.num_local_classes)
 
     def extra_repr(self) -> str:
         scale = "tensor" if isinstance(self.scale, Tensor) else self.scale
@@ -238,6 +216,32 @@ class PartialFC(nn.Module):
         x = self._gather(scaled_directions(embeddings.detach(), 1.0), num_missing)
         cosines, classes = torch.ops.pfc.sharded_topk(x, self.weight.detach(), k, *self.group)
         return (cosines[:-num_missing], classes[:-num_missing]) if num_missing else (cosines, classes)
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
+        """The state dict for a `torch.distributed.checkpoint` call of one's own, to save from or to load into in place.
+
+        Nothing is copied: the entries alias the head's tensors. For whole checkpoints see torch_pfc.checkpoint.
+
+        Args:
+            prefix: what names begin with.
+
+        Returns:
+            As `state_dict()`, with `weight` as a DTensor `[C, D]` over the head's group, sharded by class; in a group
+            of one it is a plain tensor.
+        """
+        return _state_dict.sharded_state_dict(self, prefix)
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any], prefix: str = "") -> None:
+        """Copies in what `sharded_state_dict` gives; casts as `load_state_dict` does.
+
+        Args:
+            state: with the head's entries under `prefix`, and any others. Its weight may also be a whole `[C, D]`.
+            prefix: what their names begin with.
+
+        Raises:
+            ValueError: another number of classes, width, set of entries, or split over ranks; the head is unchanged.
+        """
+        _state_dict.load_sharded_state_dict(self, state, prefix)
 
     def _check_weight(self) -> None:
         expected = (self.num_local_classes, self.embedding_dim)
