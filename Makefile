@@ -5,7 +5,8 @@ BIN := .venv/bin
 
 .PHONY: demo test lint docs bench clean
 
-# Fonts, rendering, training on two ranks, evaluation and report. DEMO_ARGS goes to the program: make demo DEMO_ARGS=--help
+# Fonts, rendering, training on two ranks, evaluation and report; goes on with a training that was interrupted.
+# DEMO_ARGS goes to the program: make demo DEMO_ARGS=--help
 demo: .venv/ready
 	$(BIN)/python -m examples.characters $(DEMO_ARGS)
 

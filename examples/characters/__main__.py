@@ -12,6 +12,7 @@ from torch.distributed.run import main as torchrun
 
 from . import fonts, glyphs, report
 from .options import Options, num_cpus, parse
+from .resume import check
 from .terminal import Failure, guarded, phase, say
 from .train import check_compiler
 
@@ -20,6 +21,7 @@ def main() -> None:
     """Runs the stages in order and shows what each took."""
     options = parse()
     check_compiler(options)
+    check(options)
     times: dict[str, float] = {}
     with phase("fonts", times):
         where = fonts.folder(options)
@@ -39,7 +41,7 @@ def _train(options: Options) -> None:
 
     Raises:
         Failure: a rank failed.
-        KeyboardInterrupt: a signal ended the training.
+        KeyboardInterrupt: a signal ended the training; the same command goes on with it.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // options.ranks)))  # or torchrun warns
     ranks = ["--standalone", "--nproc-per-node", str(options.ranks)]

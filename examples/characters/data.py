@@ -54,12 +54,12 @@ def batches(
     identities: NDArray[np.int32],
     designs: list[int],
     size: int,
-    seed: tuple[int, int],
+    seed: tuple[int, ...],
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches: images uint8 [size, 1, 40, 40], labels int64 [size].
 
     Each pass over the glyphs is a new shuffle. A label is the position in `identities`. Ranks give
-    different `seed`s, (seed, rank), and so draw differently from the same glyphs.
+    different `seed`s, and so draw differently from the same glyphs.
     """
     rows = rows_of(glyphs, identities, designs)
     labels = np.searchsorted(identities, glyphs.identity[rows])

@@ -45,6 +45,9 @@ class Options:
     batch: int = 64
     sample_rate: float = 0.1
     seed: int = 0
+    precision: str = "fp32"
+    save_every: float = 15.0
+    fresh: bool = False
     compile: bool = True
     smoke: bool = False
 
@@ -98,13 +101,16 @@ def parse(argv: list[str] | None = None, stage: str = "examples.characters") -> 
     parser.add_argument("--batch", type=int, help=f"glyphs per rank and step ({default.batch})")
     parser.add_argument("--sample-rate", type=float, help=f"of the classes per step ({default.sample_rate})")
     parser.add_argument("--seed", type=int, help=f"of weights and batches ({default.seed})")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help=f"of the steps ({default.precision})")
+    parser.add_argument("--save-every", type=float, help=f"seconds between checkpoints ({default.save_every:g})")
+    parser.add_argument("--fresh", action="store_true", help="begin anew where a training was interrupted")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="train without torch.compile")
     parser.add_argument("--smoke", action="store_true", help="three small packages, seconds")
     given: dict[str, Any] = vars(parser.parse_args(argv))
     options = Options(**((SMOKE_DEFAULTS if given.get("smoke") else {}) | given))
-    for name in ("seconds", "ranks", "batch"):
+    for name in ("seconds", "ranks", "batch", "save_every"):
         if getattr(options, name) <= 0:
-            parser.error(f"--{name} must be positive, got {getattr(options, name)}")
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(options, name)}")
     if not 0 <= options.sample_rate <= 1:
         parser.error(f"--sample-rate must be in [0, 1], got {options.sample_rate}")
     if options.fonts is not None and not options.fonts.is_dir():

@@ -8,22 +8,25 @@ On several machines, give each the glyphs (`python -m examples.characters.glyphs
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
         -m examples.characters.train --seconds 120
 
-then `python -m examples.characters.report` where rank 0 ran, as it writes `--out`.
+with `--out` on a file system that they share, then `python -m examples.characters.report`.
 
 The backbone is replicated under DDP; the head, `torch_pfc.PartialFC`, holds each class on one rank
 and is not wrapped. Both are called in one compiled function from images to loss. Rank 0's clock
 rules: it hands every rank the progress at each step, from which the learning rate and the end
-follow. The last model is the result; nothing is picked.
+follow. The last model is the result; nothing is picked. A training that is interrupted goes on
+where it was when it is started again, on any number of ranks (`resume.py`).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +42,7 @@ from .glyphs import Glyphs
 from .log import Log
 from .model import EMBEDDING_DIM, Backbone, embed, to_float
 from .options import Options, num_cpus, parse
+from .resume import Keeper, Stop, check
 from .terminal import Failure, guarded, say
 
 # Chosen on validation characters in short trials, with UKai kept out of training as the unseen typeface.
@@ -49,6 +53,7 @@ HEAD_LR = 5e-3
 WARM_UP = 0.05  # of the time; afterwards the rates fall linearly to 0
 NUM_VALIDATIONS = 5  # on the way; another at the end
 NUM_PROBES = 500  # of a validation, which takes rank 0 half a second of training time
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_compiler(options: Options) -> None:
@@ -99,6 +104,8 @@ def main(argv: list[str] | None = None) -> None:
     if "LOCAL_RANK" not in os.environ:
         raise Failure("start training by torchrun: torchrun --standalone --nproc-per-node 2 -m ...")
     check_compiler(options)
+    check(options)
+    stop = Stop()
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -108,18 +115,23 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(max(1, num_cpus() // local_size))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        _train(options, device)
+        _train(options, device, stop)
+    except (Exception, KeyboardInterrupt):
+        if not stop.asked:
+            raise
     finally:
         dist.destroy_process_group()
+    if stop.asked:  # what else went wrong on the way out is a rank that was faster; who sent the signal says the rest
+        sys.exit(130)
 
 
-def _train(options: Options, device: torch.device) -> None:
+def _train(options: Options, device: torch.device, stop: Stop) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     known = glyphs.load(options)
     gallery, _, designs = fonts.roles(known.names, options)
     parts = data.split(known.num_identities)
 
-    torch.manual_seed(options.seed)  # the same weights on every rank ...
+    torch.manual_seed(options.seed)  # the same weights on every rank
     backbone = Backbone().to(device)
     head = torch_pfc.PartialFC(
         EMBEDDING_DIM,
@@ -129,7 +141,6 @@ def _train(options: Options, device: torch.device) -> None:
         sample_rate=options.sample_rate,
         device=device,
     )
-    torch.manual_seed(options.seed * size + rank + 1)  # ... and different augmentation
     step = Step(backbone, lambda embeddings, labels: head(embeddings, labels))
     if options.compile:
         step.compile(fullgraph=True)
@@ -144,22 +155,29 @@ def _train(options: Options, device: torch.device) -> None:
         fused=True,
     )
     full_rates = [group["lr"] for group in optimizer.param_groups]
+    scaler = torch_pfc.GradScaler(device.type, enabled=options.precision == "fp16")
+    autocast = torch.autocast(device.type, DTYPES[options.precision], enabled=options.precision != "fp32")
 
-    source = data.batches(known, parts.train, designs, options.batch, (options.seed, rank))
-
-    def backward() -> float:
+    def backward(source: Iterator[tuple[Tensor, Tensor]]) -> float:
         images, labels = next(source)
         # Not compiled: fused into the sampling, the stroke weights would be computed anew for each of its corners.
         varied = data.augment(to_float(images.to(device)))
-        loss: Tensor = replicas(varied, labels.to(device))
-        loss.backward()
+        with autocast:
+            loss: Tensor = replicas(varied, labels.to(device))
+        scaler.scale(loss).backward()
         return float(loss.detach())
+
+    def source(num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches and variations of their own on each rank, and for what is left after `num_steps`."""
+        torch.manual_seed((options.seed + num_steps) * size + rank + 1)
+        return data.batches(known, parts.train, designs, options.batch, (options.seed, num_steps, rank))
 
     begun = time.monotonic()
     if rank == 0:
         say("  compiling" if options.compile else "  first steps")
+    trial = source(0)
     for _ in range(2):  # gradients thrown away: nothing is learnt outside the time
-        backward()
+        backward(trial)
         optimizer.zero_grad()
     dist.barrier()
 
@@ -168,28 +186,54 @@ def _train(options: Options, device: torch.device) -> None:
         say(f"  {compiled:.1f} s")
     watch = _Watch(known, parts, gallery, designs)
     log = Log(options, [known.names[design] for design in designs], compiled)
+    keeper = Keeper(options, head, optimizer, backbone, scaler=scaler, log=log)
+    keeper.begin()
+    if rank == 0 and log.resumed:
+        say(f"  goes on after {log.elapsed():.1f} of {options.seconds:g} s, {len(log.loss)} steps")
+    batches = source(len(log.loss))
+    stop.steps = True
+    saved = log.elapsed()
     with log.bar() as bar:
-        while (progress := _agree(log.elapsed() / options.seconds, device)) < 1:
+        while (now := _agree(log.elapsed() / options.seconds, log.elapsed() - saved, stop.asked, device)).progress < 1:
+            if now.stop or now.unsaved >= options.save_every:
+                keeper.save()
+                saved = log.elapsed()
+            if now.stop:
+                break
             for group, full in zip(optimizer.param_groups, full_rates, strict=True):
-                group["lr"] = full * rate(progress)
-            loss = backward()
-            optimizer.step()
+                group["lr"] = full * rate(now.progress)
+            loss = backward(batches)
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             if rank == 0:
                 log.step(bar, loss)
-                if progress >= (len(log.validation) + 1) / (NUM_VALIDATIONS + 1):
+                if now.progress >= (len(log.validation) + 1) / (NUM_VALIDATIONS + 1):
                     log.validated(watch.rank1(backbone))
-    if rank == 0:
+    finished = now.progress >= 1
+    if rank == 0 and finished:
         log.validated(watch.rank1(backbone))
         log.write()
         torch.save(backbone.state_dict(), options.out / "model.pt")
+    keeper.close(finished=finished)
+    if rank == 0 and not finished:
+        say(f"  stopped after {saved:.1f} of {options.seconds:g} s; the same command goes on from there")
 
 
-def _agree(progress: float, device: torch.device) -> float:
-    """Rank 0's progress, on every rank: they take the same rates and stop at the same step."""
-    shared = torch.tensor(progress, device=device)
-    dist.broadcast(shared, src=0)
-    return float(shared)
+class Now(NamedTuple):
+    """Where the training is, the same on every rank: they take the same rates, save and stop at the same step."""
+
+    progress: float  # 0..1, by rank 0's clock
+    unsaved: float  # seconds since the last checkpoint, by rank 0's clock
+    stop: bool  # whether any rank was told to
+
+
+def _agree(progress: float, unsaved: float, stop: bool, device: torch.device) -> Now:
+    mine = [progress, unsaved, stop] if dist.get_rank() == 0 else [0.0, 0.0, stop]
+    shared = torch.tensor(mine, device=device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    progress, unsaved, stopped = shared.tolist()
+    return Now(progress, unsaved, bool(stopped))
 
 
 class _Watch:
