@@ -1,5 +1,7 @@
 """pfc::sample: which classes of a shard take part, a pure function of labels, key and global class ids."""
 
+from unittest import mock
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -8,6 +10,8 @@ from torch import Tensor
 
 import torch_pfc  # noqa: F401  registers the operators
 from torch_pfc import reference
+from torch_pfc.ops import sample as sample_file
+from torch_pfc.plan._kernels import cuda_kernels
 
 from .inputs import IGNORE
 
@@ -132,6 +136,77 @@ def test_pairs_of_classes_are_drawn_independently() -> None:
         index, _ = sample(torch.tensor([IGNORE]), key, 0, 100, 20)
         together += int((index.diff() == 1).sum())
     assert together / 2000 == pytest.approx(99 * 20 * 19 / (100 * 99), abs=0.15)
+
+
+def plainly_drawn(labels: Tensor, key: int, start: int, size: int, num_sampled: int) -> Tensor:
+    """`index` by a sort of all priorities: positives, the lowest others up to the budget, then padding."""
+    priority = sample_file.random_bits(torch.tensor(key), torch.arange(start, start + size))
+    is_positive = torch.isin(torch.arange(start, start + size), labels)
+    order = torch.cat([is_positive.nonzero()[:, 0], priority.masked_fill(is_positive, 2**63 - 1).argsort()])
+    num_entries = min(max(num_sampled, min(len(labels), size)), size)
+    num_members = max(num_sampled, int(is_positive.sum()))
+    chosen = order[:num_entries]
+    return (chosen + size * (torch.arange(num_entries) >= num_members)).sort().values
+
+
+@st.composite
+def large_draws(draw: st.DrawFn) -> tuple[Tensor, int, int, int, int]:
+    """Labels in clusters, or anywhere, of a shard of up to thousands of classes and the ones beside it."""
+    size, start = draw(st.integers(1, 5000)), draw(st.integers(0, 10_000))
+    num_rows, width = draw(st.integers(1, 300)), draw(st.sampled_from([3, 100, 2 * size + 1]))
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    first = start + draw(st.integers(-50, size))
+    labels = first + torch.randint(width, (num_rows,), generator=seed)
+    labels[torch.rand(num_rows, generator=seed) < 0.2] = IGNORE
+    return labels, draw(st.integers(-(1 << 63), (1 << 63) - 1)), start, size, draw(st.integers(0, size))
+
+
+@given(large_draws(), st.sampled_from([1, 64, 999, 1 << 17]))
+def test_a_draw_block_by_block_is_that_of_all_at_once(case: tuple[Tensor, int, int, int, int], block: int) -> None:
+    """And so is an accelerator's, which has no blocks."""
+    labels, key, start, size, num_sampled = case
+    block = max(block, size // 50)
+    expected = plainly_drawn(*case)
+    with mock.patch.object(sample_file, "_BLOCK", block):
+        index, target = sample(*case)
+    assert torch.equal(index, expected)
+    with cuda_kernels():
+        whole = sample_file.sample._init_fn(labels, torch.tensor(key), start, size, num_sampled, IGNORE)
+    assert torch.equal(whole[0], index) and torch.equal(whole[1], target)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.3])
+@pytest.mark.parametrize("num_sampled", [100, 999, 1000])
+def test_a_bound_that_was_too_low_is_tried_again_without(factor: float, num_sampled: int) -> None:
+    """Which happens once in 10¹⁵ draws, or whenever one looks for a third as many classes."""
+    labels = torch.arange(2990, 3010)
+    lowest = sample_file._lowest
+    parts: list[float] = []
+
+    def low(positives: Tensor, key: Tensor, class_start: int, num_local_classes: int, part: float) -> list[Tensor]:
+        parts.append(part)
+        return lowest(positives, key, class_start, num_local_classes, part * (factor if len(parts) == 1 else 1))
+
+    with mock.patch.object(sample_file, "_lowest", low), mock.patch.object(sample_file, "_BLOCK", 64):
+        index, _ = sample(labels, 5, 3000, 1000, num_sampled)
+    assert torch.equal(index, plainly_drawn(labels, 5, 3000, 1000, num_sampled))
+    assert len(parts) == 2 and parts[1] == 1
+
+
+def test_few_classes_are_kept_of_a_large_shard() -> None:
+    """The CPU sorts little more than what it draws."""
+    kept = []
+    lowest = sample_file._lowest
+
+    def watched(*arguments):
+        found = lowest(*arguments)
+        kept.append(len(found[0]))
+        return found
+
+    with mock.patch.object(sample_file, "_lowest", watched):
+        for key in range(5):
+            sample(torch.tensor([IGNORE]), key, 0, 300_000, 3000)
+    assert len(kept) == 5 and min(kept) >= 3000 and max(kept) < 4500
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])

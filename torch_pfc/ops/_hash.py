@@ -20,15 +20,15 @@ _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
 
-def _xor_shift(bits: Tensor, shift: int) -> Tensor:
+def _xor_shift_(bits: Tensor, shift: int) -> Tensor:
     # int64's >> copies the sign bit: the mask makes it the logical shift.
-    return bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))
+    return bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (64 - shift)) - 1))
 
 
-def _mix(bits: Tensor) -> Tensor:
-    bits = _xor_shift(bits, 30) * _MIX_1
-    bits = _xor_shift(bits, 27) * _MIX_2
-    return _xor_shift(bits, 31)
+def _mix_(bits: Tensor) -> Tensor:
+    _xor_shift_(bits, 30).mul_(_MIX_1)
+    _xor_shift_(bits, 27).mul_(_MIX_2)
+    return _xor_shift_(bits, 31)
 
 
 def random_bits(key: Tensor, counter: Tensor) -> Tensor:
@@ -41,4 +41,4 @@ def random_bits(key: Tensor, counter: Tensor) -> Tensor:
     Returns:
         `[…]` int64, every value equally likely.
     """
-    return _mix(counter * _GAMMA + _mix(key + _GAMMA))
+    return _mix_((counter * _GAMMA).add_(_mix_(key + _GAMMA)))
