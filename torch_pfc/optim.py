@@ -7,59 +7,18 @@ not touched: its value does not decay, its momentum does not move it.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from ._padding import coalesce
+from ._sparse_optimizer import FusedUpdate, SparseOptimizer, check_lr, check_not_negative, local, scalar
 
 __all__ = ["SparseAdamW", "SparseSGD"]
 
 
-class _SparseOptimizer(Optimizer):
-    """The walk over the parameters; what is done to one of them is the subclass's `_update`."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Performs a single optimization step.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-
-        Returns:
-            What `closure` returned, None without one.
-
-        Raises:
-            TypeError: a gradient of a layout other than dense or COO with one sparse dimension, or complex parameters.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update_all()
-        return loss
-
-    # Dynamo traces no sparse tensors, and an update is one opaque operator a parameter: there is nothing to compile.
-    @_disable_dynamo  # torch.compiler.disable, but Dynamo is imported by the first call
-    def _update_all(self) -> None:
-        for group in self.param_groups:
-            lr = _scalar(group["lr"])
-            for param in group["params"]:
-                if param.grad is not None:
-                    rows, grad = _rows_and_values(param)
-                    self._update(param, rows, grad, lr, group)
-
-    @abstractmethod
-    def _update(self, param: Tensor, rows: Tensor | None, grad: Tensor, lr: Tensor, group: dict[str, Any]) -> None:
-        """Updates `param` and its state, which the first call makes, as `group`'s options say."""
-
-
-class SparseSGD(_SparseOptimizer):
+class SparseSGD(SparseOptimizer):
     """torch.optim.SGD for sparse gradients: lazy momentum and weight decay, in place, without a `[K, D]` temporary.
 
     Momentum and decay of a row are applied at the steps that name it, and at no other. `dampening` applies from the
@@ -90,9 +49,9 @@ class SparseSGD(_SparseOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        _check_lr(lr)
-        _check_not_negative("momentum", momentum)
-        _check_not_negative("weight_decay", weight_decay)
+        check_lr(lr)
+        check_not_negative("momentum", momentum)
+        check_not_negative("weight_decay", weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(
                 f"nesterov needs a momentum and zero dampening, got momentum={momentum} and dampening={dampening}"
@@ -107,16 +66,29 @@ class SparseSGD(_SparseOptimizer):
         }
         super().__init__(params, defaults)
 
+    def fused_update(self, param: Tensor) -> FusedUpdate:
+        """As of the base class. A dampening, which the first step is without, rules it out."""
+        group = self._group_of(param)
+        if group["dampening"] != 0:
+            raise ValueError(f"dampening must be 0 for an update in the backward, got {group['dampening']}")
+        buffer, _ = self._buffer(param, group)
+        options = [float(group[name]) for name in ("momentum", "weight_decay", "nesterov", "maximize")]
+        return FusedUpdate("sgd", [] if buffer is None else [buffer], scalar(group["lr"]), options)
+
+    def _buffer(self, param: Tensor, group: dict[str, Any]) -> tuple[Tensor | None, bool]:
+        """The momentum, None where there is none, and whether it is new."""
+        if group["momentum"] == 0:
+            return None, False
+        state = self.state[param]
+        is_new = state.get("momentum_buffer") is None
+        if is_new:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        return local(state["momentum_buffer"]), is_new
+
     def _update(self, param, rows, grad, lr, group) -> None:
-        buffer, first = None, False
-        if group["momentum"] != 0:
-            state = self.state[param]
-            first = state.get("momentum_buffer") is None
-            if first:
-                state["momentum_buffer"] = torch.zeros_like(param)
-            buffer = _local(state["momentum_buffer"])
+        buffer, first = self._buffer(param, group)
         torch.ops.pfc.sparse_sgd_(
-            _local(param),
+            local(param),
             buffer,
             rows,
             grad,
@@ -130,7 +102,7 @@ class SparseSGD(_SparseOptimizer):
         )
 
 
-class SparseAdamW(_SparseOptimizer):
+class SparseAdamW(SparseOptimizer):
     """torch.optim.AdamW for sparse gradients: lazy averages and weight decay, in place, without a `[K, D]` temporary.
 
     A row's averages and decay are applied at the steps that name it, and at no other. The bias correction counts the
@@ -158,9 +130,9 @@ class SparseAdamW(_SparseOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        _check_lr(lr)
-        _check_not_negative("eps", eps)
-        _check_not_negative("weight_decay", weight_decay)
+        check_lr(lr)
+        check_not_negative("eps", eps)
+        check_not_negative("weight_decay", weight_decay)
         for index, beta in enumerate(betas):
             if not 0 <= beta < 1:
                 raise ValueError(f"betas must lie in [0, 1), got {beta} at index {index}")
@@ -174,17 +146,29 @@ class SparseAdamW(_SparseOptimizer):
         for param_state in self.state.values():
             param_state["step"] = param_state["step"].cpu()  # fused=True keeps it on the accelerator
 
-    def _update(self, param, rows, grad, lr, group) -> None:
-        state = self.state[param]
+    def fused_update(self, param: Tensor) -> FusedUpdate:
+        """As of the base class."""
+        group, state = self._group_of(param), self._state_of(param)
+        options = [*group["betas"], group["eps"], group["weight_decay"], float(group["maximize"])]
+        return FusedUpdate(
+            "adamw", [state["exp_avg"], state["exp_avg_sq"], state["step"]], scalar(group["lr"]), options
+        )
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
         if not state:
             # On the host, as torch.optim's: the bias correction is computed there.
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
+        return state
+
+    def _update(self, param, rows, grad, lr, group) -> None:
+        state = self._state_of(param)
         torch.ops.pfc.sparse_adamw_(
-            _local(param),
-            _local(state["exp_avg"]),
-            _local(state["exp_avg_sq"]),
+            local(param),
+            local(state["exp_avg"]),
+            local(state["exp_avg_sq"]),
             state["step"],
             rows,
             grad,
@@ -194,48 +178,3 @@ class SparseAdamW(_SparseOptimizer):
             group["weight_decay"],
             group["maximize"],
         )
-
-
-def _check_lr(lr: float | Tensor) -> None:
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must have one element, got {list(lr.shape)}")
-    _check_not_negative("lr", lr)
-
-
-def _check_not_negative(name: str, value: float | Tensor) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-
-
-def _scalar(lr: float | Tensor) -> Tensor:
-    """`[]`; of a number in float64, in which PyTorch computes with one."""
-    return lr.detach().reshape(()) if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
-
-
-def _rows_and_values(param: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The rows that the gradient names, ascending and distinct, None for all of them; and its values there."""
-    grad = param.grad
-    assert grad is not None
-    is_coo = grad.layout == torch.sparse_coo
-    supported = grad.layout == torch.strided or (is_coo and grad.sparse_dim() == 1)
-    if not supported or param.layout != torch.strided or param.is_complex():
-        dims = f" with {grad.sparse_dim()} sparse dimensions" if is_coo else ""
-        raise TypeError(
-            "a parameter must be real and dense, its gradient dense or COO with one sparse dimension, "
-            f"got a {param.dtype} {param.layout} parameter {list(param.shape)} with a {grad.layout} gradient{dims}"
-        )
-    if is_coo:
-        grad = coalesce(grad)
-        return grad.indices()[0], grad.values()
-    if _is_distributed(grad):
-        grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
-    return None, _local(grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, such as fully_shard makes; any other tensor itself."""
-    return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def _is_distributed(tensor: Tensor) -> bool:
-    return hasattr(tensor, "to_local")  # DTensor's import takes most of a second

@@ -55,11 +55,26 @@ def _gathered(tensors: Sequence[Tensor | None], rows: Tensor, grad: Tensor) -> I
     tile = [None if tensor is None else tensor.index_select(0, rows) for tensor in tensors]
     yield *tile, grad
     padding = is_padding(grad).view(-1, *[1] * (grad.dim() - 1))
+    keeps_some = _may_hold(padding)
     for tensor, updated in zip(tensors, tile, strict=True):
         if tensor is not None and updated is not None:
-            tensor.index_copy_(0, rows, torch.where(padding, tensor.index_select(0, rows), updated))
+            if keeps_some:
+                updated = torch.where(padding, tensor.index_select(0, rows), updated)
+            tensor.index_copy_(0, rows, updated)
+
+
+def _may_hold(mask: Tensor) -> bool:
+    """Whether any of it may be set: on a CPU to ask costs no sync, and spares two passes over a tile where none is."""
+    return mask.device.type != "cpu" or bool(mask.any())
+
+
+# Of −0.0, seen as an integer of the same size, the bits are the smallest: one pass finds what is that throughout.
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 def is_padding(grad: Tensor) -> Tensor:
     """`[T, …] → [T]` bool: the rows that are −0.0 throughout."""
-    return ((grad == 0) & grad.signbit()).unsqueeze(-1).flatten(1).all(dim=1)
+    if grad.numel() == 0:
+        return torch.zeros(grad.shape[0], dtype=torch.bool, device=grad.device)
+    bits = _BITS[grad.itemsize]
+    return grad.view(bits).unsqueeze(-1).flatten(1).amax(dim=1) == torch.iinfo(bits).min
