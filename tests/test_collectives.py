@@ -18,7 +18,10 @@ DIM, NUM_CLASSES, ROWS = 8, 1000, 3
 def collectives_of_a_step(options: dict[str, Any], ignored_ranks: list[int], frozen_ranks: list[int]) -> list[str]:
     """In order, each with the shape of what this rank puts in."""
     rank = dist.get_rank()
+    is_fused = options.pop("fused", False)
     head = torch_pfc.PartialFC(DIM, options.pop("num_classes", NUM_CLASSES), **options)
+    if is_fused:
+        head.fuse(torch_pfc.optim.SparseSGD([head.weight]), torch_pfc.GradScaler("cpu"))
     head.weight.requires_grad_(rank not in frozen_ranks)
     x = torch.randn(ROWS, DIM, requires_grad=True)
     labels = torch.full((ROWS,), IGNORE) if rank in ignored_ranks else torch.arange(ROWS)
@@ -45,6 +48,8 @@ FORWARD = [f"all_gather_into_tensor [{ROWS}, {DIM}]", f"all_gather_into_tensor [
         ({}, [0, 1, 2], []),
         ({"num_classes": 4, "sample_rate": 0.0}, [0], []),
         ({}, [], [1]),
+        ({"saved_logits_bytes": 100}, [], [1]),
+        ({"fused": True, "num_classes": 4, "sample_rate": 0.0}, [0], [1]),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch_pfc
 import torch_pfc.debug
 from torch_pfc import reference
+from torch_pfc.optim import SparseAdamW, SparseSGD
 
 from .inputs import IGNORE, random_batch
 from .ranks import run_ranks
@@ -34,7 +35,9 @@ def fake_world(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def counts_of_a_step(options: dict[str, Any]) -> dict[str, int]:
-    head = torch_pfc.PartialFC(8, 1000, **options)
+    head = torch_pfc.PartialFC(8, 1000, **{name: value for name, value in options.items() if name != "fused"})
+    if options.get("fused"):
+        head.fuse(SparseAdamW(head.parameters()))
     mode = CommDebugMode()
     with mode:
         head(torch.randn(ROWS, 8, requires_grad=True), torch.arange(ROWS)).sum().backward()
@@ -47,10 +50,20 @@ def counts(step: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, SAMPLED, {"sample_rate": 0.1, "sparse_grad": True}, {"uneven_batches": True}], ids=str
+    "options",
+    [
+        {},
+        SAMPLED,
+        {"sample_rate": 0.1, "sparse_grad": True},
+        {"uneven_batches": True},
+        {"saved_logits_bytes": 1000},
+        {"fused": True},
+    ],
+    ids=str,
 )
 def test_comm_debug_mode_counts_what_is_issued(options: dict[str, Any]) -> None:
-    expected = [counts(step) for step in run_ranks(2, collectives_of_a_step, options, [], [])]
+    issued = {name: value for name, value in options.items() if name != "fused"}  # a fused step issues the same
+    expected = [counts(step) for step in run_ranks(2, collectives_of_a_step, issued, [], [])]
     assert run_ranks(2, counts_of_a_step, options) == expected
 
 
@@ -67,7 +80,7 @@ def simulated_head(weight: Tensor, options: dict[str, Any], world_size: int) -> 
     shards = reference.shards(num_classes, world_size)
     head = torch_pfc.debug.all_ranks(
         lambda: torch_pfc.PartialFC(
-            DIM, num_classes, margin=torch_pfc.CosFace(0.35), scale=SCALE, dtype=torch.float64, **options
+            DIM, num_classes, scale=SCALE, dtype=torch.float64, **({"margin": torch_pfc.CosFace(0.35)} | options)
         )
     )
     with torch.no_grad():
@@ -96,6 +109,8 @@ def sampled_by(head: torch_pfc.PartialFC, labels: Tensor, key: Tensor, world_siz
         (13, SAMPLED),
         (5, {"sample_rate": 0.0, "reduction": "sum"}),
         (12, SAMPLED | {"sparse_grad": True}),
+        (13, {"saved_logits_bytes": 200}),
+        (12, SAMPLED | {"sparse_grad": True, "saved_logits_bytes": 200}),
         (12, {"uneven_batches": True}),
     ],
     ids=str,
@@ -147,6 +162,39 @@ def test_simulated_initial_weights_and_topk_are_those_of_one_process(fake_world:
     torch.testing.assert_close((torch.cat(parts(cosines)), torch.cat(parts(classes))), expected)
 
 
+@pytest.mark.parametrize("fake_world", [3], indirect=True)
+@pytest.mark.parametrize(
+    "make_optimizer", [lambda params: SparseSGD(params, lr=0.1, momentum=0.9), SparseAdamW], ids=["momentum", "adamw"]
+)
+@pytest.mark.parametrize("saved_logits_bytes", [0, 200])
+def test_a_simulated_update_in_the_backward_is_that_of_one_process(
+    saved_logits_bytes: int, make_optimizer: Any, fake_world: int
+) -> None:
+    """Where ranks hold different numbers of classes; the count of steps included, of which each rank has its own."""
+    batch = random_batch(fake_world * ROWS, 13, DIM, scale=SCALE, seed=4)
+    alone = torch_pfc.PartialFC(DIM, 13, scale=SCALE, dtype=torch.float64, group=dist.new_group([0]))
+    with torch.no_grad():
+        alone.weight.copy_(batch.weight)
+    optimizer = make_optimizer(alone.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        alone(batch.embeddings, batch.labels).backward()
+        optimizer.step()
+
+    comm = CommDebugMode()
+    with LocalTensorMode(fake_world):
+        options = {"saved_logits_bytes": saved_logits_bytes, "margin": torch_pfc.CosFace(0.4)}
+        head = simulated_head(batch.weight, options, fake_world)
+        head.fuse(make_optimizer(head.parameters()))
+        embeddings = per_rank(batch.embeddings, fake_world).requires_grad_()
+        head(embeddings, per_rank(batch.labels, fake_world)).backward()
+        with comm:
+            head(embeddings, per_rank(batch.labels, fake_world)).backward()
+    assert comm.get_total_counts() == 7
+    assert head.weight.grad is None
+    torch.testing.assert_close(torch.cat(parts(head.weight.detach())), alone.weight.detach())
+
+
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 def test_an_operator_does_not_start_the_counters_afresh(fake_world: int) -> None:
     name = torch_pfc.ops._group.resolve(None).name
@@ -177,9 +225,10 @@ def test_what_cannot_be_simulated_is_refused(fake_world: int) -> None:
         one_rank = torch_pfc.PartialFC(DIM, 5, dtype=torch.float64, group=dist.group.WORLD)
         with pytest.raises(RuntimeError, match=r"built for rank 0 of 2 .* but runs as rank 1 of 2"):
             one_rank(embeddings, labels)
-        sparse = simulated_head(batch.weight, {"sparse_grad": True}, fake_world)
-        with pytest.raises(NotImplementedError, match="sparse_grad under LocalTensorMode needs shards of equal size"):
-            sparse(embeddings, labels)
+        for options in ({"sparse_grad": True}, {"sparse_grad": True, "saved_logits_bytes": 200}):
+            sparse = simulated_head(batch.weight, options, fake_world)
+            with pytest.raises(NotImplementedError, match="sparse_grad under LocalTensorMode needs shards of equal"):
+                sparse(embeddings, labels)
     with pytest.raises(RuntimeError, match="all_ranks must be called under LocalTensorMode"):
         torch_pfc.debug.all_ranks(lambda: one_rank)
 

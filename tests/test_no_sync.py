@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pfc.ops.gather import gather
 from torch_pfc.ops.sample import local_target, sample
-from torch_pfc.ops.sharded_lse import sharded_lse, sharded_lse_backward
+from torch_pfc.ops.sharded_lse import sharded_lse, sharded_lse_backward, sharded_lse_saving
+from torch_pfc.ops.sharded_lse_update import sharded_lse_update, sharded_lse_update_backward_
 from torch_pfc.ops.sharded_topk import sharded_topk
+from torch_pfc.plan._kernels import cuda_kernels
 from torch_pfc.plan._trace import AsCuda
 
 from .test_ops_gather import ALONE
@@ -21,6 +23,10 @@ from .tiles import tiles_of
 # Operators whose result, or whose result's shape, the host must wait for.
 SYNCS = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
 SYNCS |= {"unique_consecutive", "bincount", "repeat_interleave", "_to_copy"}
+
+
+# On the host, so it may be read.
+LR = torch.tensor(0.1)
 
 
 class NoSync(TorchDispatchMode):
@@ -36,6 +42,8 @@ class NoSync(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.called.add(name)
         self.overloads.add(f"{name}.{func._overloadname}")
+        if name == "_local_scalar_dense" and args[0] is LR:
+            return 0.1
         moves = name != "_to_copy" or kwargs.get("device") is not None
         if name in SYNCS and moves:
             raise AssertionError(f"{func} waits for the device")
@@ -53,9 +61,15 @@ def run_every_kernel(dtype: torch.dtype, num_sampled: int | None, sparse_grad: b
     index, target = None, local_target(labels, 0, 40, -100)
     if num_sampled is not None:
         index, target = sample._init_fn(labels, key, 0, 40, num_sampled, -100)
-    sharded_lse._init_fn(embeddings, weight, index, target, True, *ALONE, sparse_grad)
+    operands = (embeddings, weight, index, target, True)
+    sharded_lse._init_fn(*operands, *ALONE, sparse_grad)
+    *_, logits = sharded_lse_saving._init_fn(*operands, *ALONE, sparse_grad, 4 * 4 * 10)
     terms = torch.randn(4, 3)
-    sharded_lse_backward._init_fn(embeddings, weight, index, target, True, terms, 1.0, True, True, sparse_grad)
+    for saved in ((), (logits,)):
+        sharded_lse_backward._init_fn(*operands, terms, 1.0, True, True, sparse_grad, *saved)
+    update = ("sgd", [torch.zeros_like(weight)], LR, [0.9, 0.1, 1.0, 0.0], None)
+    sharded_lse_update._init_fn(*operands, *ALONE, 4 * 4 * 10, *update)
+    sharded_lse_update_backward_._init_fn(*operands, terms, 1.0, logits, *update)
     sharded_topk._init_fn(embeddings, weight, 5, *ALONE)
 
 
@@ -66,8 +80,8 @@ every_gradient = pytest.mark.parametrize("sparse_grad", [False, True])
 @every_sampling
 @every_gradient
 def test_no_kernel_waits_for_the_device(num_sampled, sparse_grad):
-    """In float32, where an accelerator's path is the CPU's but for the tiles' size."""
-    with tiles_of(100), NoSync() as mode:
+    """In float32, where an accelerator's path is the CPU's but for the tiles' size and the draw in one piece."""
+    with cuda_kernels(), tiles_of(100), NoSync() as mode:
         run_every_kernel(torch.float32, num_sampled, sparse_grad)
     assert {"mm", "exp_", "topk", "scatter_"} <= mode.called  # the watch saw the kernels' inside
 
@@ -76,7 +90,7 @@ def test_no_kernel_waits_for_the_device(num_sampled, sparse_grad):
 @every_gradient
 def test_the_accelerators_path_in_half_precision_does_not_either(num_sampled, sparse_grad):
     """Its matmuls from half to float32 exist on CUDA alone, so on fake tensors: those have no values to wait for."""
-    with FakeTensorMode(), AsCuda(), tiles_of(100), NoSync() as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True), AsCuda(), cuda_kernels(), tiles_of(100), NoSync() as mode:
         run_every_kernel(torch.bfloat16, num_sampled, sparse_grad)
     assert "mm.dtype" in mode.overloads
 

@@ -11,6 +11,7 @@ import pytest
 from torch_pfc.plan import plan
 from torch_pfc.plan.__main__ import human, main
 
+PAGE = Path(__file__).parent.parent / "docs" / "plan.md"
 ISSUE = "--classes 100e6 --dim 512 --ranks 64 --batch 128 --sample-rate 0.1 --dtype bf16 --optimizer sgd"
 
 
@@ -38,12 +39,21 @@ matmuls           1.31 TFLOP  3.93 TFLOP      0 FLOP
 collectives                4           3           0
   put in              198 kB     8.39 MB         0 B
   got out            8.52 MB      229 kB         0 B
-peak                 1.67 GB     1.82 GB     1.76 GB
-peak of all          1.82 GB
+peak                 1.65 GB     1.84 GB     1.76 GB
+peak of all          1.84 GB
 memory                 80 GB  fits, 78.2 GB to spare
 """
     )
-    assert text in (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
+    assert text in PAGE.read_text()
+
+
+def test_text_of_a_fused_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """The other example of docs/plan.md: ten million classes and momentum on one machine with 24 GiB."""
+    step = "--classes 10e6 --dim 512 --batch 512 --dtype bf16 --optimizer sparse_momentum --memory 24GiB"
+    assert call(step) == 1
+    capsys.readouterr()
+    assert call(f"{step} --fused --saved-logits 4GB") == 0
+    assert capsys.readouterr().out in PAGE.read_text()
 
 
 def test_the_command() -> None:
@@ -62,9 +72,10 @@ def test_exit_status_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--classes 1e4 --dim 64 --ranks 2 --rank 1 --dense-grad --json --memory 1e9") == 0
+    assert call("--classes 1e4 --dim 64 --ranks 2 --rank 1 --dense-grad --saved-logits 1MiB --json --memory 1e9") == 0
     answer = json.loads(capsys.readouterr().out)
-    found = plan(10_000, 64, ranks=2, rank=1, sparse_grad=False)
+    found = plan(10_000, 64, ranks=2, rank=1, sparse_grad=False, saved_logits_bytes=1 << 20)
+    assert (answer["settings"]["saved_logits_bytes"], answer["settings"]["fused"]) == (1 << 20, False)
     assert answer["settings"]["num_classes"] == 10_000
     assert answer["peak_bytes"] == found.peak_bytes
     assert answer["backward"]["collectives"][-1] == {
@@ -93,12 +104,16 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("--optimizer lion", "argument --optimizer: invalid choice: 'lion'"),
         ("--sparse-grad --optimizer adamw", "optimizer 'adamw' takes dense gradients alone, got sparse_grad=True"),
         ("--sparse-grad --dense-grad", "argument --dense-grad: not allowed with argument --sparse-grad"),
+        ("--fused --optimizer sparse_sgd --dense-grad", "argument --dense-grad: not allowed with argument --fused"),
+        ("--fused", "fused needs an optimizer of sparse_sgd, sparse_momentum, sparse_adamw, got 'sgd'"),
+        ("--saved-logits -1", "argument --saved-logits: must be a size such as 80GB (10⁹ bytes)"),
+        ("--saved-logits 1e19", "saved_logits_bytes must lie in [0, 2⁶³), got 10000000000000000000"),
         ("--ranks 4 --rank 4", "rank must lie in [0, 4), got 4"),
         (
             "--memory 80XB",
             "argument --memory: must be a size such as 80GB (10⁹ bytes), 80GiB (2³⁰) or 80e9, got '80XB'",
         ),
-        ("--memory 0GB", "argument --memory: must be a size such as"),
+        ("--memory 0GB", "argument --memory: must be at least 1 byte, got '0GB'"),
         ("--classes 1e17 --dim 4096", "a shard of 100000000000000000 rows of width 4096 is more than any machine"),
     ],
 )
@@ -118,6 +133,9 @@ def test_impossible_input(arguments: str, message: str, capsys: pytest.CaptureFi
         ({"dtype": "fp8"}, "dtype must be one of fp32, bf16, fp16, got 'fp8'"),
         ({"device": "tpu"}, "device must be one of cpu, cuda, got 'tpu'"),
         ({"optimizer": "momentum", "sparse_grad": True}, "optimizer 'momentum' takes dense gradients alone"),
+        ({"optimizer": "adamw", "fused": True}, "fused needs an optimizer of sparse_sgd, .*, got 'adamw'"),
+        ({"optimizer": "sparse_sgd", "fused": True, "sparse_grad": False}, "leaves no gradient, got sparse_grad=False"),
+        ({"saved_logits_bytes": -1}, r"saved_logits_bytes must lie in \[0, 2⁶³\), got -1"),
     ],
     ids=str,
 )

@@ -23,11 +23,12 @@ def keep_coalesced(weight: nn.Parameter) -> None:
     accumulation = Accumulation()
 
     @unserializable_hook
-    def before(grad: Tensor) -> None:
+    def before(grad: Tensor | None) -> None:
         nonlocal num_arrived
-        by_row = grad.is_sparse and grad.sparse_dim() == 1  # others are not the head's own
-        num_arrived = grad._nnz() if by_row and grad.is_coalesced() else None
-        if num_arrived is not None:
+        num_arrived = None
+        # Others are not the head's own; none is the one of a backward that steps itself.
+        if grad is not None and grad.is_sparse and grad.sparse_dim() == 1 and grad.is_coalesced():
+            num_arrived = grad._nnz()
             accumulation.before(grad)
 
     @unserializable_hook

@@ -11,10 +11,10 @@ from torch import Tensor
 from .ops import _group
 
 if TYPE_CHECKING:
-    from .partial_fc import PartialFC
+    from ._sharded_module import ShardedModule
 
 
-def by_class(local: Tensor, head: PartialFC) -> Tensor:
+def by_class(local: Tensor, head: ShardedModule) -> Tensor:
     """`[K, D]` of this rank as a DTensor `[C, D]` over the head's group that aliases it; as it is in a group of one."""
     if head.group.size == 1:
         return local
@@ -25,7 +25,7 @@ def by_class(local: Tensor, head: PartialFC) -> Tensor:
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(head.embedding_dim, 1))
 
 
-def sharded_state_dict(head: PartialFC, prefix: str = "") -> dict[str, Any]:
+def sharded_state_dict(head: ShardedModule, prefix: str = "") -> dict[str, Any]:
     """`head.state_dict()` with `weight` as `[C, D]`; nothing is copied."""
     state = dict(head.state_dict(prefix=prefix))
     weight = state[prefix + "weight"]
@@ -38,14 +38,14 @@ def sharded_state_dict(head: PartialFC, prefix: str = "") -> dict[str, Any]:
     return state
 
 
-def load_sharded_state_dict(head: PartialFC, state: Mapping[str, Any], prefix: str = "") -> None:
+def load_sharded_state_dict(head: ShardedModule, state: Mapping[str, Any], prefix: str = "") -> None:
     """Copies into the head what `sharded_state_dict` gives, or a whole `[C, D]` as its weight."""
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     check_entries(head, own, "the state")
     head.load_state_dict(own | {"weight": _shard_of(own["weight"], head)})
 
 
-def check_entries(head: PartialFC, found: Mapping[str, Any], source: str) -> None:
+def check_entries(head: ShardedModule, found: Mapping[str, Any], source: str) -> None:
     """Raises ValueError unless the entries of `found`, tensors or anything with a shape, are those of the head."""
     expected: dict[str, Any] = dict(head.state_dict())
     shapes = {name: list(value.shape) for name, value in expected.items() if isinstance(value, Tensor)}
@@ -63,7 +63,7 @@ def check_entries(head: PartialFC, found: Mapping[str, Any], source: str) -> Non
             raise ValueError(f"{name} of {source} must be {shape} as this head's, got {list(found[name].shape)}")
 
 
-def _shard_of(weight: Tensor, head: PartialFC) -> Tensor:
+def _shard_of(weight: Tensor, head: ShardedModule) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     if not isinstance(weight, DTensor):

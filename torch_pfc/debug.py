@@ -12,6 +12,7 @@ The modes are slow to import or private to PyTorch; hence a module of its own, t
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import queue
 import threading
@@ -23,7 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .ops import _group, gather, sharded_lse, sharded_topk
+from .ops import _group, gather, sharded_lse, sharded_lse_update, sharded_topk
 from .partial_fc import PartialFC
 
 __all__ = ["all_ranks"]
@@ -100,7 +101,10 @@ class _Rank(TorchDispatchMode):
 def _simulate(kernel: Callable[..., Any], ranks: frozenset[int], args: tuple[Any, ...]) -> Any:
     """Runs `kernel` on every rank's part of `args`, and the collectives between them; returns LocalTensors."""
     reports: queue.SimpleQueue = queue.SimpleQueue()
-    threads = [_Rank(rank, kernel, [_on_rank(arg, rank) for arg in args], reports) for rank in sorted(ranks)]
+    threads = [
+        _Rank(rank, kernel, pytree.tree_map(functools.partial(_on_rank, rank=rank), args), reports)
+        for rank in sorted(ranks)
+    ]
     try:
         while True:
             # Each rank reports once a round: the collective that it waits in, or its end.
@@ -129,9 +133,9 @@ def _simulate(kernel: Callable[..., Any], ranks: frozenset[int], args: tuple[Any
 
 
 def _check_sparse(args: tuple[Any, ...]) -> None:
-    _, weight, *rest = args
+    weight = args[1]
     # sparse_grad is the ninth argument; the dispatcher leaves out a last one that equals its default.
-    if len(args) == 9 and rest[-1] and isinstance(weight.shape[0], torch.SymInt):
+    if len(args) >= 9 and args[8] and isinstance(weight.shape[0], torch.SymInt):
         raise NotImplementedError(
             "sparse_grad under LocalTensorMode needs shards of equal size, as a sparse LocalTensor has one shape, got "
             f"{weight.shape[0]} classes: set sparse_grad=False, or make num_classes a multiple of the group's size"
@@ -146,7 +150,7 @@ def _register(operator: Any) -> None:
         with _active(mode):
             local = _enabled_mode()
             if local is not None:
-                if operator is sharded_lse.sharded_lse:
+                if operator in (sharded_lse.sharded_lse, sharded_lse.sharded_lse_saving):
                     _check_sparse(args)
                 return _simulate(kernel, local.ranks, args)
             return kernel(*args)
@@ -155,7 +159,13 @@ def _register(operator: Any) -> None:
         operator.register_torch_dispatch(mode_class, rule)
 
 
-for _operator in (gather.gather, sharded_lse.sharded_lse, sharded_topk.sharded_topk):
+for _operator in (
+    gather.gather,
+    sharded_lse.sharded_lse,
+    sharded_lse.sharded_lse_saving,
+    sharded_lse_update.sharded_lse_update,
+    sharded_topk.sharded_topk,
+):
     _register(_operator)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import _state_dict
+from ._fused_optimizer import FusedOptimizer
 from ._init import draw_centres_
 from ._inputs import (
     as_class_ids,
@@ -25,6 +25,10 @@ from .margins import CosFace
 from .ops import _group
 from .ops._shard import shard
 from .ops.sample import local_target
+
+if TYPE_CHECKING:
+    from ._sparse_optimizer import SparseOptimizer
+    from .scaling import GradScaler
 
 Margin: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -59,6 +63,8 @@ class PartialFC(ShardedModule):
             rank. "none": `[B]`, this rank's rows, 0 where ignored.
         ignore_index: the label of rows that take no part.
         sparse_grad: `weight.grad` is a coalesced COO tensor of the sampled rows in place of a dense one.
+        saved_logits_bytes: how many bytes of logits forward may keep for backward, which then multiplies three matrices
+            in place of four for their classes. All of them take 4·N·S bytes.
         uneven_batches: ranks may give different numbers of rows, also none. One more small collective and a
             device-to-host sync.
         group: a ProcessGroup, a 1-D DeviceMesh, or None: the world if torch.distributed is initialised, otherwise
@@ -85,6 +91,7 @@ class PartialFC(ShardedModule):
         reduction: Literal["mean", "sum", "none"] = "mean",
         ignore_index: int = -100,
         sparse_grad: bool = False,
+        saved_logits_bytes: int = 0,
         uneven_batches: bool = False,
         group: _group.GroupLike = None,
         device: torch.device | str | None = None,
@@ -98,6 +105,8 @@ class PartialFC(ShardedModule):
             raise ValueError(f"sample_rate must lie in [0, 1], got {sample_rate}")
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+        if saved_logits_bytes < 0:
+            raise ValueError(f"saved_logits_bytes must not be negative, got {saved_logits_bytes}")
         if not isinstance(scale, Tensor) and not scale > 0:
             raise ValueError(f"scale must be positive, got {scale}")
 
@@ -108,6 +117,8 @@ class PartialFC(ShardedModule):
         self.reduction = reduction
         self.ignore_index = ignore_index
         self.sparse_grad = sparse_grad
+        self.saved_logits_bytes = saved_logits_bytes
+        self._fused: FusedOptimizer | None = None
         self.uneven_batches = uneven_batches
         if isinstance(scale, Tensor) and not isinstance(scale, nn.Parameter):
             self.register_buffer("scale", scale)
@@ -124,6 +135,37 @@ class PartialFC(ShardedModule):
         self.num_classes = num_classes
         self.class_start, self.num_local_classes = shard(num_classes, self.group.size, self.group.rank)
         self.num_sampled = None if self.sample_rate == 1 else int(self.sample_rate * self.num_local_classes)
+
+    def fuse(self, optimizer: SparseOptimizer | None, scaler: GradScaler | None = None) -> None:
+        """From now on the optimizer's update of `weight` happens in the backward of the loss, tile by tile.
+
+        `weight` gets no gradient, so none is stored: one step costs no memory beyond a few tiles, and one pass less.
+        Values are those of `optimizer.step()` to rounding; options are read at each forward, so schedules work, and the
+        optimizer keeps the state, so checkpoints do. `optimizer.step()` goes on to update its other parameters.
+
+        As a backward is a step:
+
+        - each forward has one backward, before the next forward; micro-batches would be steps of their own;
+        - the head's gradient is in no clipped norm;
+        - embeddings must require grad;
+        - with a scaler, the update is skipped where this loss has no finite gradient, on any rank, but not for an
+          overflow further down; leave an optimizer that holds `weight` alone out of `scaler.step`.
+
+        Copies of the head, and what is unpickled, are not fused: their weight gets a gradient.
+
+        Args:
+            optimizer: a torch_pfc.optim optimizer that holds `weight`; None for a gradient again.
+            scaler: what the loss is scaled by before backward.
+
+        Raises:
+            TypeError: another optimizer.
+            ValueError: it does not hold `weight`, or has an option that cannot be followed.
+        """
+        self._fused = None if optimizer is None else FusedOptimizer(optimizer, scaler, self.weight)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and unpickled heads are not fused: the optimizer, with all of its parameters, is not theirs."""
+        return self.__dict__ | {"_fused": None}
 
     def extra_repr(self) -> str:
         scale = "tensor" if isinstance(self.scale, Tensor) else self.scale
@@ -160,9 +202,7 @@ class PartialFC(ShardedModule):
         group_labels = self._gather(labels, num_missing, self.ignore_index)
         assert_in_range(group_labels, self.num_classes, self.ignore_index)
         index, target = self.sample(group_labels, key=key)
-        negative_lse, target_logit = torch.ops.pfc.sharded_lse(
-            x, self.weight, index, target, True, *self.group, self.sparse_grad
-        )
+        negative_lse, target_logit = self._lse(x, index, target)
         if num_missing:
             negative_lse, target_logit = negative_lse[:-num_missing], target_logit[:-num_missing]
 
@@ -171,6 +211,18 @@ class PartialFC(ShardedModule):
         loss = F.softplus(negative_lse - self.scale * margined)
         loss = torch.where(labels != self.ignore_index, loss, 0)
         return self._reduce(loss, group_labels)
+
+    def _lse(self, x: Tensor, index: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor]:
+        """pfc::sharded_lse, in the variant that `saved_logits_bytes` and `fuse` ask for."""
+        operands = (x, self.weight, index, target, True, *self.group)
+        if not torch.is_grad_enabled():
+            return torch.ops.pfc.sharded_lse(*operands)
+        if self._fused is not None and self.weight.requires_grad:
+            update = self._fused.arguments(self.weight, x)
+            return torch.ops.pfc.sharded_lse_update(*operands, self.saved_logits_bytes, *update)[:2]
+        if self.saved_logits_bytes > 0:
+            return torch.ops.pfc.sharded_lse_saving(*operands, self.sparse_grad, self.saved_logits_bytes)[:2]
+        return torch.ops.pfc.sharded_lse(*operands, self.sparse_grad)
 
     def sample(self, labels: Tensor, *, key: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """Which of this rank's classes take part, given the labels of the whole group: see pfc::sample.
@@ -216,41 +268,6 @@ class PartialFC(ShardedModule):
         x = self._gather(scaled_directions(embeddings.detach(), 1.0), num_missing)
         cosines, classes = torch.ops.pfc.sharded_topk(x, self.weight.detach(), k, *self.group)
         return (cosines[:-num_missing], classes[:-num_missing]) if num_missing else (cosines, classes)
-
-    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
-        """The state dict for a `torch.distributed.checkpoint` call of one's own, to save from or to load into in place.
-
-        Nothing is copied: the entries alias the head's tensors. For whole checkpoints see torch_pfc.checkpoint.
-
-        Args:
-            prefix: what names begin with.
-
-        Returns:
-            As `state_dict()`, with `weight` as a DTensor `[C, D]` over the head's group, sharded by class; in a group
-            of one it is a plain tensor.
-        """
-        return _state_dict.sharded_state_dict(self, prefix)
-
-    def load_sharded_state_dict(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """Copies in what `sharded_state_dict` gives; casts as `load_state_dict` does.
-
-        Args:
-            state: with the head's entries under `prefix`, and any others. Its weight may also be a whole `[C, D]`.
-            prefix: what their names begin with.
-
-        Raises:
-            ValueError: another number of classes, width, set of entries, or split over ranks; the head is unchanged.
-        """
-        _state_dict.load_sharded_state_dict(self, state, prefix)
-
-    def _check_weight(self) -> None:
-        expected = (self.num_local_classes, self.embedding_dim)
-        if self.weight.shape != expected:
-            raise ValueError(
-                f"weight must be this rank's shard {list(expected)} of the {self.num_classes} classes "
-                f"(classes {self.class_start} … {self.class_start + self.num_local_classes - 1}), "
-                f"got {list(self.weight.shape)}"
-            )
 
     def _num_missing_rows(self, embeddings: Tensor) -> int:
         """By how many rows the largest batch of the group is larger."""

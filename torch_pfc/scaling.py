@@ -200,6 +200,14 @@ class GradScaler(torch.amp.GradScaler):
         verdict = torch.stack(found).amax(0, keepdim=True)
         return {found_inf.device: torch.ops.pfc.gather(verdict, *self._group).amax()}
 
+    def scale_on(self, device: torch.device) -> Tensor | None:
+        """`[]` float32: the scale, an alias that `update` changes; None if not enabled."""
+        if not self._enabled:
+            return None
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        return self._scale
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's. After `unscale_`, an overflow in any optimizer that was unscaled by then skips the step.
 

@@ -9,12 +9,31 @@
     C  classes in all          K  classes on this rank            S  sampled classes on this rank
 
 pfc::sharded_topk ranks the same classes without a loss. pfc::sparse_sgd_ and pfc::sparse_adamw_ update the sampled rows
-of the weight in place (torch_pfc.optim).
+of the weight in place (torch_pfc.optim); pfc::sharded_lse_update is pfc::sharded_lse with a backward that does so.
 
 Behind them: `_group` (the process group as plain values), `_shard` (which classes a rank holds), `_hash` (counter-based
-random bits), `_tiles` (the walk over a shard's classes), `_rows` (the walk over a gradient's rows).
+random bits), `_tiles` (a shard's classes, tile by tile), `_walks` (over them, forward and back), `_rows` (over a
+gradient's rows).
 """
 
-from . import gather, sample, sharded_lse, sharded_ce, sharded_topk, sparse_sgd, sparse_adamw  # noqa: I001 — the flow
+from . import (  # noqa: I001 — the order of the flow
+    gather,
+    sample,
+    sharded_lse,
+    sharded_ce,
+    sharded_topk,
+    sparse_sgd,
+    sparse_adamw,
+    sharded_lse_update,
+)
 
-__all__ = ["gather", "sample", "sharded_ce", "sharded_lse", "sharded_topk", "sparse_adamw", "sparse_sgd"]
+__all__ = [
+    "gather",
+    "sample",
+    "sharded_ce",
+    "sharded_lse",
+    "sharded_lse_update",
+    "sharded_topk",
+    "sparse_adamw",
+    "sparse_sgd",
+]

@@ -21,10 +21,12 @@ Backward, with l and t the gradients of the two outputs and p_nj = exp(z_nj − 
 
 The 1/W is the one factor by which "mean over ranks" enters (docs/gradients.md): nobody averages this gradient later.
 
+Backward makes each tile's logits again, or reads them where pfc::sharded_lse_saving has kept them.
+
 Collectives: forward one all-to-all of [N, 2]; backward one all-gather of [B, 3]. No device-to-host sync.
-Memory: four tile buffers of at most TILE_ELEMENTS elements each, [N, D] in float32 for dx, and the weight gradient:
-[K, D], or [S, D] with sparse_grad. Cost: one matmul of S·N·D forward; three backward, of which one makes the logits
-again.
+Memory: some tile buffers of at most TILE_ELEMENTS elements each, [N, D] in float32 for dx, and the weight gradient:
+[K, D], or [S, D] with sparse_grad. Cost: one matmul of S·N·D forward; three backward, or two for classes with saved
+logits.
 """
 
 from __future__ import annotations
@@ -34,17 +36,8 @@ from torch import Tensor
 
 from . import _group
 from ._group import Group
-from ._tiles import Tiles, accumulate_dtype, check_operands, matmul
-
-
-def _check(embeddings: Tensor, weight: Tensor, index: Tensor | None, target: Tensor, group_size: int) -> None:
-    check_operands(embeddings, weight, group_size)
-    if target.shape != embeddings.shape[:1]:
-        raise ValueError(
-            f"target must have one entry for each of embeddings' {embeddings.shape[0]} rows, got {list(target.shape)}"
-        )
-    if index is not None and index.dim() != 1:
-        raise ValueError(f"index must be [S], got {list(index.shape)}")
+from ._tiles import Tiles
+from ._walks import check, gather_row_terms, merge, new_logits, row_outputs, walk_back, walk_forward
 
 
 @torch.library.custom_op("pfc::sharded_lse", mutates_args=())
@@ -76,33 +69,42 @@ def sharded_lse(
     """
     group = Group(group_name, group_size, group_rank)
     _group.check(group)
-    _check(embeddings, weight, index, target, group_size)
-
-    dtype = accumulate_dtype(embeddings)
-    lse = torch.full(target.shape, -torch.inf, dtype=dtype, device=embeddings.device)
-    target_logit = torch.zeros_like(lse)
-    for tile in Tiles(embeddings, weight, index, target, normalize):
-        if tile.padding is not None:
-            tile.logits.masked_fill_(tile.padding, -torch.inf)
-        target_logit += tile.replace_target(-torch.inf)
-        lse = torch.logaddexp(lse, _logsumexp_(tile.logits))
-
-    parts = _group.all_to_all(torch.stack([lse, target_logit], dim=1), group)
-    return torch.logsumexp(parts[..., 0], dim=0), parts[..., 1].sum(dim=0)
-
-
-def _logsumexp_(logits: Tensor) -> Tensor:
-    """`[T, N] → [N]` in place: the tile's buffer holds the exponentials."""
-    peak = logits.amax(dim=0)
-    peak.masked_fill_(peak == -torch.inf, 0)  # where no class takes part: log 0 = −∞, not NaN
-    return logits.sub_(peak).exp_().sum(dim=0).log_().add_(peak)
+    check(embeddings, weight, index, target, group_size)
+    return merge(*walk_forward(Tiles(embeddings, weight, index, target, normalize)), group)
 
 
 @sharded_lse.register_fake
 def _(embeddings, weight, index, target, normalize, group_name, group_size, group_rank, sparse_grad=False):
-    _check(embeddings, weight, index, target, group_size)
-    rows = embeddings.shape[0] // group_size
-    return tuple(embeddings.new_empty(rows, dtype=accumulate_dtype(embeddings)) for _ in range(2))
+    check(embeddings, weight, index, target, group_size)
+    return row_outputs(embeddings, group_size)
+
+
+@torch.library.custom_op("pfc::sharded_lse_saving", mutates_args=())
+def sharded_lse_saving(
+    embeddings: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    target: Tensor,
+    normalize: bool,
+    group_name: str,
+    group_size: int,
+    group_rank: int,
+    sparse_grad: bool,
+    saved_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As pfc::sharded_lse, and for its backward the logits of as many classes as fit in `saved_bytes`, see Tiles."""
+    group = Group(group_name, group_size, group_rank)
+    _group.check(group)
+    check(embeddings, weight, index, target, group_size)
+    logits = new_logits(embeddings, weight, index, saved_bytes)
+    tiles = Tiles(embeddings, weight, index, target, normalize, logits)
+    return *merge(*walk_forward(tiles), group), logits
+
+
+@sharded_lse_saving.register_fake
+def _(embeddings, weight, index, target, normalize, group_name, group_size, group_rank, sparse_grad, saved_bytes):
+    check(embeddings, weight, index, target, group_size)
+    return *row_outputs(embeddings, group_size), new_logits(embeddings, weight, index, saved_bytes)
 
 
 @torch.library.custom_op("pfc::sharded_lse_backward", mutates_args=())
@@ -117,43 +119,38 @@ def sharded_lse_backward(
     embeddings_grad: bool,
     weight_grad: bool,
     sparse_grad: bool,
+    logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's part of the gradients; empty tensors in place of those not asked for. No collective.
 
     Args:
         row_terms: `[N, 3]`: l, t and negative_lse of every row.
         weight_factor: 1/W.
+        logits: as pfc::sharded_lse_saving gives them.
 
     Returns:
         The gradient of embeddings `[N, D]`; of weight `[K, D]`, or with `sparse_grad` its rows `[S, D]`; and with
         `sparse_grad` the ids of those rows, `[S]` ascending. Padding rows hold −0.0, the identity of IEEE addition:
         adding such a row changes nothing, the sum of two is still one, and no member's row holds a −0.0.
     """
-    lse_grad, target_grad, negative_lse = row_terms.unbind(dim=1)
-    tiles = Tiles(embeddings, weight, index, target, normalize)
+    tiles = Tiles(embeddings, weight, index, target, normalize, logits, filled=True)
     dx = torch.zeros(embeddings.shape if embeddings_grad else 0, dtype=tiles.dtype, device=embeddings.device)
     dw = weight.new_empty(0)
     if weight_grad:
         covered = sparse_grad or index is None
         dw = weight.new_empty(tiles.num_classes, weight.shape[1]) if covered else weight.new_zeros(weight.shape)
 
-    for tile in tiles:
-        dz = tile.logits.sub_(negative_lse).exp_().mul_(lse_grad)
-        if tile.padding is not None:
-            dz.masked_fill_(tile.padding, 0)
-        tile.replace_target(target_grad)
-        dz = dz.to(tiles.operand)
-        if embeddings_grad:
-            matmul(dz.t(), tile.centres, out=dx, accumulate=True)
-        if weight_grad:
-            g = tile.project(matmul(dz, tiles.embeddings, out=tile.workspace), weight_factor)
-            if sparse_grad:
-                # + 0.0 after rounding turns a member's −0.0 into 0.0: only padding keeps the sign.
-                torch.add(g.to(dw.dtype), 0.0, out=dw[tile.span])
-            elif tile.rows is None:
-                dw[tile.span] = g
-            else:
-                dw.index_copy_(0, tile.rows, g.to(dw.dtype))
+    for tile, dz in walk_back(tiles, row_terms, dx if embeddings_grad else None):
+        if not weight_grad:
+            continue
+        g = tile.weight_grad(dz, tiles.embeddings, weight_factor)
+        if sparse_grad:
+            # + 0.0 after rounding turns a member's −0.0 into 0.0: only padding keeps the sign.
+            torch.add(g.to(dw.dtype), 0.0, out=dw[tile.span])
+        elif tile.rows is None:
+            dw[tile.span] = g
+        else:
+            dw.index_copy_(0, tile.rows, g.to(dw.dtype))
 
     rows = target.new_empty(0)
     if weight_grad and sparse_grad:
@@ -174,7 +171,17 @@ def _by_row(values: Tensor, index: Tensor | None, tiles: Tiles) -> tuple[Tensor,
 
 @sharded_lse_backward.register_fake
 def _(
-    embeddings, weight, index, target, normalize, row_terms, weight_factor, embeddings_grad, weight_grad, sparse_grad
+    embeddings,
+    weight,
+    index,
+    target,
+    normalize,
+    row_terms,
+    weight_factor,
+    embeddings_grad,
+    weight_grad,
+    sparse_grad,
+    logits=None,
 ):
     num_rows = (weight if index is None else index).shape[0] if sparse_grad else weight.shape[0]
     return (
@@ -185,16 +192,19 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    embeddings, weight, index, target, ctx.normalize, *group, ctx.sparse_grad = inputs
+    embeddings, weight, index, target, ctx.normalize, *group, ctx.sparse_grad = inputs[:9]
     ctx.group = Group(*group)
-    negative_lse, _ = output
-    ctx.save_for_backward(embeddings, weight, index, target, negative_lse)
+    negative_lse, _, *logits = output
+    ctx.set_materialize_grads(False)  # the logits' would be zeros of their size
+    ctx.mark_non_differentiable(*logits)
+    ctx.save_for_backward(embeddings, weight, index, target, negative_lse, *logits)
+    ctx.num_inputs = len(inputs)
 
 
-def _backward(ctx, lse_grad: Tensor, target_grad: Tensor):
-    embeddings, weight, index, target, negative_lse = ctx.saved_tensors
+def _backward(ctx, lse_grad: Tensor | None, target_grad: Tensor | None, *_: None):
+    embeddings, weight, index, target, negative_lse, *logits = ctx.saved_tensors
     embeddings_grad, weight_grad = ctx.needs_input_grad[:2]
-    row_terms = torch.ops.pfc.gather(torch.stack([lse_grad, target_grad, negative_lse], dim=1), *ctx.group)
+    row_terms = gather_row_terms(lse_grad, target_grad, negative_lse, ctx.group)
     dx, dw, rows = torch.ops.pfc.sharded_lse_backward(
         embeddings,
         weight,
@@ -206,14 +216,16 @@ def _backward(ctx, lse_grad: Tensor, target_grad: Tensor):
         embeddings_grad,
         weight_grad,
         ctx.sparse_grad,
+        *logits,
     )
     if weight_grad and ctx.sparse_grad:
         dw = torch.sparse_coo_tensor(rows.unsqueeze(0), dw, weight.shape, is_coalesced=True, check_invariants=False)
     return (
         dx if embeddings_grad else None,
         dw if weight_grad else None,
-        *([None] * 7),
+        *([None] * (ctx.num_inputs - 2)),
     )
 
 
 sharded_lse.register_autograd(_backward, setup_context=_setup_context)
+sharded_lse_saving.register_autograd(_backward, setup_context=_setup_context)

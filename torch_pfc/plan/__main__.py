@@ -52,12 +52,19 @@ def _rate(text: str) -> float:
     return value
 
 
-def _memory(text: str) -> int:
+def _size(text: str) -> int:
     """Bytes: 80GB (80·10⁹), 80GiB (80·2³⁰), 80e9."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([a-z]*)", text.lower())
-    if match is None or match[2] not in _UNITS or Decimal(match[1]) == 0:
+    if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"must be a size such as 80GB (10⁹ bytes), 80GiB (2³⁰) or 80e9, got {text!r}")
     return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
+def _memory(text: str) -> int:
+    value = _size(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1 byte, got {text!r}")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,10 +81,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=_at_least_1, default=128, metavar="B", help="rows of each rank (default: 128)")
     add("--sample-rate", type=_rate, default=1.0, metavar="R", help="part of the classes a step scores (default: 1)")
     add("--dtype", choices=DTYPES, default="fp32", help="of weight and embeddings (default: fp32)")
-    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="torch.optim's; momentum is SGD's (default: sgd)")
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="sgd",
+        help="torch.optim's, or with sparse_ torch_pfc.optim's; momentum is SGD's (default: sgd)",
+    )
     grad = parser.add_mutually_exclusive_group()
-    grad.add_argument("--sparse-grad", action="store_true", default=None, help="default: for sgd with a sample rate")
+    grad.add_argument(
+        "--sparse-grad",
+        action="store_true",
+        default=None,
+        help="default: with a sample rate, for sgd and torch_pfc.optim's",
+    )
     grad.add_argument("--dense-grad", action="store_false", dest="sparse_grad")
+    grad.add_argument("--fused", action="store_true", help="no gradient: backward does the update (torch_pfc.optim's)")
+    add(
+        "--saved-logits",
+        type=_size,
+        default=0,
+        metavar="SIZE",
+        help="of the logits that forward may keep for backward, as for --memory (default: 0)",
+    )
     add("--device", choices=DEVICES, default="cpu", help="whose sizes of work buffers to assume (default: cpu)")
     add("--rank", type=_whole, default=0, help="the one to plan for (default: 0; none has more classes)")
     add("--memory", type=_memory, metavar="SIZE", help="of a rank, to compare the peak with: 80GB, 80GiB, 80e9")
@@ -110,12 +135,15 @@ def table(settings: dict[str, Any], found: Plan, memory: int | None) -> str:
         ("peak", [human(phase.peak_bytes, "B") for phase in phases]),
         ("peak of all", [human(found.peak_bytes, "B")]),
     ]
+    gradient = "fused" if settings["fused"] else f"{'sparse' if found.sparse_grad else 'dense'} gradient"
+    limit = settings["saved_logits_bytes"]
+    saved = f", up to {human(limit, 'B')} of saved logits" if limit else ""
     lines = [
         f"{settings['num_classes']:,} classes of width {settings['embedding_dim']}, {settings['dtype']}, "
         f"sample rate {settings['sample_rate']:g}",
         f"rank {settings['rank']} of {settings['ranks']}: {found.num_local_classes:,} classes, "
         f"{settings['batch_size']} rows, {settings['device']}",
-        f"{settings['optimizer']}, {'sparse' if found.sparse_grad else 'dense'} gradient",
+        f"{settings['optimizer']}, {gradient}{saved}",
         "",
         *(f"{name:16}" + "".join(f"{cell:>12}" for cell in cells) for name, cells in rows),
     ]
@@ -139,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "dtype": options.dtype,
         "optimizer": options.optimizer,
         "sparse_grad": options.sparse_grad,
+        "fused": options.fused,
+        "saved_logits_bytes": options.saved_logits,
         "device": options.device,
         "rank": options.rank,
     }

@@ -19,17 +19,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..ops import _tiles
 from ..ops.gather import gather
 from ..ops.sample import sample
-from ..ops.sharded_lse import sharded_lse, sharded_lse_backward
+from ..ops.sharded_lse import sharded_lse, sharded_lse_backward, sharded_lse_saving
+from ..ops.sharded_lse_update import sharded_lse_update, sharded_lse_update_backward_
+from ..ops.sparse_adamw import sparse_adamw_
+from ..ops.sparse_sgd import sparse_sgd_
+from ._kernels import cpu_kernels, cuda_kernels, short_walks
 
 try:
     from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group, _unregister_process_group
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     # Operators whose fake kernels show shapes alone: they are opened, and their own kernels run on fake tensors.
-    _KERNELS = {op._opoverload: op._init_fn for op in (gather, sample, sharded_lse, sharded_lse_backward)}
+    _KERNELS = {
+        op._opoverload: op._init_fn
+        for op in (
+            gather,
+            sample,
+            sharded_lse,
+            sharded_lse_saving,
+            sharded_lse_backward,
+            sharded_lse_update,
+            sharded_lse_update_backward_,
+            sparse_sgd_,
+            sparse_adamw_,
+        )
+    }
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"torch_pfc.plan needs private names of PyTorch as 2.13 has them, torch {torch.__version__} differs: {error}"
@@ -40,7 +56,8 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 # Where the matrices of a product stand among the arguments.
 _FIRST_FACTOR = {aten.mm: 0, aten.addmm: 1, aten.addmm_: 1}
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
-_PARTS = [aten._indices.default, aten._values.default]
+_READS = [aten._local_scalar_dense.default, aten.item.default]  # by an operator's kernel as it stands
+_PARTS = {aten._indices: 0, aten.indices: 0, aten._values: 1, aten.values: 1}
 
 
 @dataclass(frozen=True)
@@ -113,10 +130,10 @@ class Trace(TorchDispatchMode):
                 return _KERNELS[func](*args, **kwargs)
         if func is c10d.wait_tensor.default:
             return args[0]  # as on a real group; its fake kernel would make another tensor
-        if func is aten._local_scalar_dense.default:
+        if func in _READS:
             return True if args[0].dtype == torch.bool else 1
-        if func in _PARTS:
-            return self._parts[args[0]][_PARTS.index(func)]
+        if func.overloadpacket in _PARTS:
+            return self._parts[args[0]][_PARTS[func.overloadpacket]].detach()  # autograd makes a view of it
         result = func(*args, **kwargs)
         if func is aten._sparse_coo_tensor_with_dims_and_tensors.default:
             self._parts[result] = args[3:5]
@@ -178,14 +195,9 @@ def tracing(device: str) -> Iterator[Trace]:
         device: "cpu" or "cuda". The tensors are the CPU's all the same, since fake ones of CUDA need a PyTorch that is
             built for it; what depends on the device in the operators follows this argument.
     """
-    tile_elements = _tiles.TILE_ELEMENTS
-    if device == "cuda":
-        _tiles.TILE_ELEMENTS = _tiles.ACCELERATOR_TILE_ELEMENTS
-    try:
-        with FakeTensorMode(), Trace(AsCuda if device == "cuda" else nullcontext) as trace, _few_tiles(trace):
-            yield trace
-    finally:
-        _tiles.TILE_ELEMENTS = tile_elements
+    kernels, around_kernels = (cuda_kernels, AsCuda) if device == "cuda" else (cpu_kernels, nullcontext)
+    with FakeTensorMode(), kernels(), Trace(around_kernels) as trace, short_walks(trace):
+        yield trace
 
 
 class AsCuda(TorchFunctionMode):
@@ -193,35 +205,3 @@ class AsCuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func == _IS_CUDA else func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _few_tiles(trace: Trace) -> Iterator[None]:
-    """Walks over a shard's classes are cut short: of the tiles of full size only two are traced.
-
-    The others have the second's shapes, and nothing is kept from one to the next: they multiply as much as it, and hold
-    no more.
-    """
-    tiles: Any = _tiles.Tiles
-    walk, make_tile = tiles.__iter__, tiles._tile
-
-    def walk_some(self: Any) -> Iterator[Any]:
-        tiles._tile = lambda self, span, *buffers: span
-        first = next(walk(self), slice(0))
-        tiles._tile = make_tile
-        num_classes, size = self.num_classes, max(first.stop, 1)
-        num_skipped = max(num_classes // size - 2, 0)
-        self.num_classes -= num_skipped * size
-        before = trace.matmul_flops
-        for number, tile in enumerate(walk(self)):
-            yield tile
-            if number == 1:
-                trace.matmul_flops += num_skipped * (trace.matmul_flops - before)
-            before = trace.matmul_flops
-        self.num_classes = num_classes
-
-    tiles.__iter__ = walk_some
-    try:
-        yield
-    finally:
-        tiles.__iter__, tiles._tile = walk, make_tile

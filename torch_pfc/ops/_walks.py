@@ -1,0 +1,81 @@
+"""The two walks over a rank's classes, forward and back, that pfc::sharded_lse and its variants share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import _group
+from ._group import Group
+from ._tiles import Tile, Tiles, accumulate_dtype, check_operands, matmul
+
+
+def check(embeddings: Tensor, weight: Tensor, index: Tensor | None, target: Tensor, group_size: int) -> None:
+    check_operands(embeddings, weight, group_size)
+    if target.shape != embeddings.shape[:1]:
+        raise ValueError(
+            f"target must have one entry for each of embeddings' {embeddings.shape[0]} rows, got {list(target.shape)}"
+        )
+    if index is not None and index.dim() != 1:
+        raise ValueError(f"index must be [S], got {list(index.shape)}")
+
+
+def row_outputs(embeddings: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Empty tensors like `negative_lse` and `target_logit` `[B]`."""
+    shape, dtype = embeddings.shape[0] // group_size, accumulate_dtype(embeddings)
+    return embeddings.new_empty(shape, dtype=dtype), embeddings.new_empty(shape, dtype=dtype)
+
+
+def new_logits(embeddings: Tensor, weight: Tensor, index: Tensor | None, max_bytes: int) -> Tensor:
+    """An empty tensor `[L]` for the logits of as many classes as fit in `max_bytes`.
+
+    By elements, not by classes: a number of classes that depends on that of the rows could be 1 or 0, which a program
+    with a dynamic batch takes for a case of its own.
+    """
+    dtype, num_classes = accumulate_dtype(embeddings), (weight if index is None else index).shape[0]
+    size = torch.sym_min(num_classes * embeddings.shape[0], max_bytes // dtype.itemsize)
+    return embeddings.new_empty(size, dtype=dtype)
+
+
+def walk_forward(tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Returns `[N]` each, over this rank's classes: the log-sum-exp of those that are not the target, and its logit."""
+    lse = torch.full(tiles.target.shape, -torch.inf, dtype=tiles.dtype, device=tiles.target.device)
+    target_logit = torch.zeros_like(lse)
+    for tile in tiles:
+        if tile.padding is not None:
+            tile.logits.masked_fill_(tile.padding, -torch.inf)
+        target_logit += tile.replace_target(tile.logits, -torch.inf)
+        peak = tile.logits.amax(dim=0)
+        peak.masked_fill_(peak == -torch.inf, 0)  # where no class takes part: log 0 = −∞, not NaN
+        exponentials = torch.sub(tile.logits, peak, out=tile.scores).exp_()
+        lse = torch.logaddexp(lse, exponentials.sum(dim=0).log_().add_(peak))
+    return lse, target_logit
+
+
+def merge(lse: Tensor, target_logit: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """From every rank's part of every row `[N]` to the whole of this rank's rows `[B]`: an all-to-all of [N, 2]."""
+    parts = _group.all_to_all(torch.stack([lse, target_logit], dim=1), group)
+    return torch.logsumexp(parts[..., 0], dim=0), parts[..., 1].sum(dim=0)
+
+
+def gather_row_terms(lse_grad: Tensor | None, target_grad: Tensor | None, negative_lse: Tensor, group: Group) -> Tensor:
+    """Returns l, t and negative_lse of every row of the group, `[N, 3]`."""
+    terms = [torch.zeros_like(negative_lse) if grad is None else grad for grad in (lse_grad, target_grad)]
+    return torch.ops.pfc.gather(torch.stack([*terms, negative_lse], dim=1), *group)
+
+
+def walk_back(tiles: Tiles, row_terms: Tensor, dx: Tensor | None) -> Iterator[tuple[Tile, Tensor]]:
+    """Adds to the gradient of the embeddings `dx` `[N, D]`; yields each tile with dz, the gradient of its logits."""
+    # Contiguous: with every third number as an operand, a pass over a tile takes 20 times longer.
+    lse_grad, target_grad, negative_lse = row_terms.t().contiguous()
+    for tile in tiles:
+        dz = torch.sub(tile.logits, negative_lse, out=tile.scores).exp_().mul_(lse_grad)
+        if tile.padding is not None:
+            dz.masked_fill_(tile.padding, 0)
+        tile.replace_target(dz, target_grad)
+        dz = dz.to(tiles.operand)
+        if dx is not None:
+            matmul(dz.t(), tile.centres, out=dx, accumulate=True)
+        yield tile, dz
