@@ -21,8 +21,9 @@ lint: .venv/ready
 docs: .venv/ready
 	$(BIN)/sphinx-build --fail-on-warning --keep-going -q docs docs/_build/html
 
+# Speed and memory beside plain PyTorch, as docs/speed.md has them; BENCH_ARGS goes to the program.
 bench: .venv/ready
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 .venv/ready: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv
