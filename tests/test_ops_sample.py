@@ -11,6 +11,7 @@ from torch import Tensor
 import torch_pfc  # noqa: F401  registers the operators
 from torch_pfc import reference
 from torch_pfc.ops import sample as sample_file
+from torch_pfc.ops._hash import random_bits
 from torch_pfc.plan._kernels import cuda_kernels
 
 from .inputs import IGNORE
@@ -140,7 +141,7 @@ def test_pairs_of_classes_are_drawn_independently() -> None:
 
 def plainly_drawn(labels: Tensor, key: int, start: int, size: int, num_sampled: int) -> Tensor:
     """`index` by a sort of all priorities: positives, the lowest others up to the budget, then padding."""
-    priority = sample_file.random_bits(torch.tensor(key), torch.arange(start, start + size))
+    priority = random_bits(torch.tensor(key), torch.arange(start, start + size))
     is_positive = torch.isin(torch.arange(start, start + size), labels)
     order = torch.cat([is_positive.nonzero()[:, 0], priority.masked_fill(is_positive, 2**63 - 1).argsort()])
     num_entries = min(max(num_sampled, min(len(labels), size)), size)
@@ -183,9 +184,12 @@ def test_a_bound_that_was_too_low_is_tried_again_without(factor: float, num_samp
     lowest = sample_file._lowest
     parts: list[float] = []
 
-    def low(positives: Tensor, key: Tensor, class_start: int, num_local_classes: int, part: float) -> list[Tensor]:
+    def low(
+        positives: Tensor, key: Tensor, class_start: int, num_local_classes: int, part: float
+    ) -> tuple[Tensor, Tensor]:
         parts.append(part)
-        return lowest(positives, key, class_start, num_local_classes, part * (factor if len(parts) == 1 else 1))
+        part *= factor if len(parts) == 1 else 1
+        return lowest(positives, key, class_start, num_local_classes, part)
 
     with mock.patch.object(sample_file, "_lowest", low), mock.patch.object(sample_file, "_BLOCK", 64):
         index, _ = sample(labels, 5, 3000, 1000, num_sampled)

@@ -7,6 +7,7 @@ under one key never collide.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -20,15 +21,17 @@ _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
 
-def _xor_shift_(bits: Tensor, shift: int) -> Tensor:
+def _xor_shift_(bits: Tensor, shift: int, scratch: Tensor) -> Tensor:
     # int64's >> copies the sign bit: the mask makes it the logical shift.
-    return bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+    shifted = torch.bitwise_right_shift(bits, shift, out=scratch).bitwise_and_((1 << (64 - shift)) - 1)
+    return bits.bitwise_xor_(shifted)
 
 
 def _mix_(bits: Tensor) -> Tensor:
-    _xor_shift_(bits, 30).mul_(_MIX_1)
-    _xor_shift_(bits, 27).mul_(_MIX_2)
-    return _xor_shift_(bits, 31)
+    scratch = torch.empty_like(bits)
+    _xor_shift_(bits, 30, scratch).mul_(_MIX_1)
+    _xor_shift_(bits, 27, scratch).mul_(_MIX_2)
+    return _xor_shift_(bits, 31, scratch)
 
 
 def random_bits(key: Tensor, counter: Tensor) -> Tensor:
@@ -41,4 +44,9 @@ def random_bits(key: Tensor, counter: Tensor) -> Tensor:
     Returns:
         `[…]` int64, every value equally likely.
     """
-    return _mix_((counter * _GAMMA).add_(_mix_(key + _GAMMA)))
+    return random_bits_(key, counter.clone())
+
+
+def random_bits_(key: Tensor, counter: Tensor) -> Tensor:
+    """As `random_bits`, in the place of `counter`."""
+    return _mix_(counter.mul_(_GAMMA).add_(_mix_(key + _GAMMA)))

@@ -11,7 +11,8 @@ is a row that may be read, and all of `index` is strictly ascending and free of 
 The draw is counter-based: a class's priority is a hash of `key` and its *global* id, and the lowest priorities win.
 The same key therefore gives the same set on every device, and shards never mirror one another.
 
-No collective, no backward, no device-to-host sync. Cost: O(K) for the hash, one top-S selection. Memory: O(K) int64.
+No collective, no backward, no device-to-host sync. Cost: O(K) for the hash, one top-S selection. Memory: on a CPU
+O(S); on an accelerator two int64 to a class for a moment.
 Partial FC: An et al., "Killing Two Birds with One Stone", CVPR 2022, arXiv:2203.15565.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._hash import random_bits
+from ._hash import random_bits_
 
 # Classes whose priorities a CPU works out at a time.
 _BLOCK = 1 << 17
@@ -47,29 +48,36 @@ def _check(labels: Tensor, key: Tensor) -> None:
         raise ValueError(f"key must be a scalar int64 tensor, got {list(key.shape)} {key.dtype}")
 
 
-def _priorities(positives: Tensor, key: Tensor, class_start: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Returns the priorities and the ids of local classes `start … stop − 1`."""
+def _priorities(positives: Tensor, key: Tensor, class_start: int, start: int, stop: int) -> Tensor:
+    """Returns the priorities of local classes `start … stop − 1`."""
     # One class more: the slot of positives that are not among these. To select the others would need their number.
-    ids = torch.arange(start, stop + 1, device=positives.device)
-    priority = random_bits(key, ids + class_start)
+    ids = torch.arange(class_start + start, class_start + stop + 1, device=positives.device)
+    priority = random_bits_(key, ids)
     inside = (positives >= start) & (positives < stop)
-    priority.index_fill_(0, torch.where(inside, positives, stop) - start, _FIRST)
-    return priority[:-1], ids[:-1]
+    return priority.index_fill_(0, torch.where(inside, positives, stop) - start, _FIRST)[:-1]
 
 
-def _lowest(positives: Tensor, key: Tensor, class_start: int, num_local_classes: int, part: float) -> list[Tensor]:
-    """As _priorities, for the local classes with priorities in the lowest `part` of all values.
+def _all(positives: Tensor, key: Tensor, class_start: int, num_local_classes: int) -> tuple[Tensor, Tensor]:
+    """Returns the priorities and the ids of all local classes."""
+    priority = _priorities(positives, key, class_start, 0, num_local_classes)
+    return priority, torch.arange(num_local_classes, device=positives.device)
+
+
+def _lowest(
+    positives: Tensor, key: Tensor, class_start: int, num_local_classes: int, part: float
+) -> tuple[Tensor, Tensor]:
+    """As _all, for the classes with priorities in the lowest `part` of all values.
 
     Block by block, so that they never leave the cache; how many there are depends on values, so for a CPU alone.
     """
     bound = min(int((2 * part - 1) * 2**63), 2**63 - 1)
-    blocks = []
+    priorities, ids = [], []
     for start in range(0, num_local_classes, _BLOCK):
-        stop = min(start + _BLOCK, num_local_classes)
-        priority, ids = _priorities(positives, key, class_start, start, stop)
+        priority = _priorities(positives, key, class_start, start, min(start + _BLOCK, num_local_classes))
         place = _nonzero(priority <= bound, part)
-        blocks.append((priority[place], ids[place]))
-    return [torch.cat(tensors) for tensors in zip(*blocks, strict=True)]
+        priorities.append(priority[place])
+        ids.append(place + start)
+    return torch.cat(priorities), torch.cat(ids)
 
 
 def _nonzero(mask: Tensor, part: float) -> Tensor:
@@ -113,7 +121,7 @@ def sample(
         if priority.shape[0] < size:
             priority, ids = _lowest(positives, key, class_start, num_local_classes, 1.0)
     else:
-        priority, ids = _priorities(positives, key, class_start, 0, num_local_classes)
+        priority, ids = _all(positives, key, class_start, num_local_classes)
     may_pad = size > num_sampled
     chosen_priority, place = priority.topk(size, largest=False, sorted=may_pad)
     chosen = ids[place]

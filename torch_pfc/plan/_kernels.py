@@ -40,7 +40,7 @@ def cuda_kernels() -> Iterator[None]:
     """What the kernels choose by a tensor's device, for tensors of the CPU: tiles, and sampling in one piece."""
 
     def whole(positives: Tensor, key: Tensor, class_start: int, num_local_classes: int, part: float) -> Any:
-        return sample._priorities(positives, key, class_start, 0, num_local_classes)
+        return sample._all(positives, key, class_start, num_local_classes)
 
     with (
         _replaced(_tiles, TILE_ELEMENTS=_tiles.ACCELERATOR_TILE_ELEMENTS),
