@@ -120,7 +120,7 @@ def _rows_and_values(param: Tensor) -> tuple[Tensor | None, Tensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, such as fully_shard makes; any other tensor itself."""
-    return tensor.tolocal() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _is_distributed(tensor: Tensor) -> bool:
