@@ -13,9 +13,9 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, deran
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _ranks() -> Iterator[None]:
-    """No worker process outlives the session."""
+    """No worker process outlives a file of tests: what one leaves in a process, compiled code above all, ends there."""
     yield
     close_pool()
 
