@@ -6,6 +6,7 @@ or kills a worker costs the pool, not the next test: its workers are killed and 
 """
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -87,7 +88,8 @@ class Pool:
                 try:
                     succeeded, results[rank] = pickle.loads(connections[rank].recv_bytes())
                 except (EOFError, OSError):
-                    succeeded, results[rank] = False, "the process died"
+                    self._processes[rank].join(GRACE_S)
+                    succeeded, results[rank] = False, f"the process died, exit code {self._processes[rank].exitcode}"
                 if not succeeded:
                     failures.append(f"rank {rank} of {world_size}: {results[rank]}")
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -134,6 +136,7 @@ def close_pool() -> None:
 def _work(rank: int, connection: Connection, port: int) -> None:
     """A worker's life: one job after another until the session ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
     threading.Thread(target=_die_with_the_session, daemon=True).start()
     warnings.simplefilter("error")
     # Inductor imports a module of PyTorch that still scripts.
