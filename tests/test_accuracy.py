@@ -128,3 +128,28 @@ def test_centres_that_are_not_normalised(length: float, saved_bytes: int) -> Non
     largest = (wide[0] @ wide[1].T).abs().max().item()
     assert max(errors([*found], [*exact])) < 1e-5
     assert max(errors([*gradients], [*right])) < max(1e-5, 4 * largest * 2**-24) and math.isfinite(largest)
+
+
+@pytest.mark.parametrize("scale", [64.0, 256.0])
+@pytest.mark.parametrize("saved_bytes", [0, 1 << 30])
+def test_centres_of_any_length(scale: float, saved_bytes: int) -> None:
+    """Row by row, as gradients go with 1 / ‖w‖; rows without a direction are in some tiles and not in others."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.functional.normalize(torch.randn(60, D, generator=generator))
+    weight *= torch.logspace(-11, 18, 60).unsqueeze(1)
+    weight[[3, 40]] *= torch.tensor([[0.0], [1e-30]])
+    labels = torch.randint(60, (N,), generator=generator)
+    x = scale * torch.nn.functional.normalize(torch.randn(N, D, generator=generator))
+    leaves = (x.requires_grad_(), weight.requires_grad_())
+    wide = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
+    with tiles_of(8 * D):
+        outputs = torch.ops.pfc.sharded_lse_saving(*leaves, None, labels, True, *ALONE, False, saved_bytes)[:2]
+        found = torch.autograd.grad(outputs[0].sum() - 0.5 * outputs[1].sum(), leaves)
+    exact = reference.negative_lse_and_target(*wide, labels)
+    right = torch.autograd.grad(exact[0].sum() - 0.5 * exact[1].sum(), wide)
+    torch.testing.assert_close([t.double() for t in outputs], [*exact], rtol=1e-5, atol=1e-5)
+    assert (found[1][[3, 40]] == 0).all()
+    right[1][[3, 40]] = 0  # which has the gradient of a row of length 10⁻¹² in their place
+    for a, b in zip(found, right, strict=True):
+        # In float64, where the squares of 10¹⁸ are finite.
+        assert ((a.double() - b).norm(dim=1) <= 1e-4 * b.norm(dim=1)).all()

@@ -55,17 +55,12 @@ def _gathered(tensors: Sequence[Tensor | None], rows: Tensor, grad: Tensor) -> I
     tile = [None if tensor is None else tensor.index_select(0, rows) for tensor in tensors]
     yield *tile, grad
     padding = is_padding(grad).view(-1, *[1] * (grad.dim() - 1))
-    keeps_some = _may_hold(padding)
+    keeps_some = not _tiles.is_known(~padding)  # else two passes over a tile are spared
     for tensor, updated in zip(tensors, tile, strict=True):
         if tensor is not None and updated is not None:
             if keeps_some:
                 updated = torch.where(padding, tensor.index_select(0, rows), updated)
             tensor.index_copy_(0, rows, updated)
-
-
-def _may_hold(mask: Tensor) -> bool:
-    """Whether any of it may be set: on a CPU to ask costs no sync, and spares two passes over a tile where none is."""
-    return mask.device.type != "cpu" or bool(mask.any())
 
 
 # Of −0.0, seen as an integer of the same size, the bits are the smallest: one pass finds what is that throughout.

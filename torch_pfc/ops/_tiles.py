@@ -8,7 +8,7 @@ them use the same buffers: a tile is valid until the next one is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,10 +24,19 @@ ACCELERATOR_TILE_ELEMENTS = 1 << 26
 # g / ε with torch.nn.functional.normalize's rule.
 EPSILON = 1e-12
 
+# A row of embeddings no longer than this has logits whose exponentials need no maximum taken out: in float32, neither
+# e⁻⁷⁰ nor the sum of e⁷⁰ over a tile is beyond the range.
+PLAIN_LENGTH = 70.0
+
 
 def accumulate_dtype(embeddings: Tensor) -> torch.dtype:
     """The dtype of logits and sums: float64 for float64 embeddings, otherwise float32."""
     return torch.promote_types(embeddings.dtype, torch.float32)
+
+
+def is_known(condition: Tensor) -> bool:
+    """Whether all of a condition holds. To ask a CPU costs no sync; an accelerator is not asked: nothing is known."""
+    return condition.device.type == "cpu" and bool(condition.all())
 
 
 def check_operands(embeddings: Tensor, weight: Tensor, group_size: int) -> None:
@@ -66,12 +75,14 @@ class Tile:
         span: where they stand among the classes that take part.
         rows: `[T]` their rows in the weight, None where the walk takes every row.
         classes: `[T, D]` w, in the dtype of the weight: a view of it where the walk takes every row, otherwise a copy.
-        centres: `[T, D]` ŵ, or w where they are not normalised, rounded to the dtype of the matmul.
+        centres: `[T, D]` ŵ, or w where they are not normalised, rounded to the dtype of the matmul. With `inverse`, w
+            itself: a factor of the rows is cheaper applied to the logits, in a pass that is made of them anyhow.
         length: `[T, 1]` ‖w‖, or ∞ for a row without a direction; None where centres are not normalised.
+        inverse: `[T, 1]` 1 / ‖w‖, or None.
         padding: `[T, 1]` bool, which of them are none; None where the shapes rule padding out.
-        logits: `[T, N]`.
-        scores: `[T, N]` for what a walk makes of the logits; `logits` itself, unless those are saved.
-        workspace: two of `[T, D]`, scratch.
+        products: `[T, N]` of centres and embeddings: the logits z, or with `inverse` z·‖w‖.
+        scores: `[T, N]` for what a walk makes of them; `products` itself, unless those are saved.
+        scratch: gives a `[T, D]` of that name, memory that all tiles of the walk share.
         target: `[N]` the rows' targets, counted from this tile's first class.
     """
 
@@ -80,11 +91,23 @@ class Tile:
     classes: Tensor
     centres: Tensor
     length: Tensor | None
+    inverse: Tensor | None
     padding: Tensor | None
-    logits: Tensor
+    products: Tensor
     scores: Tensor
-    workspace: tuple[Tensor, ...]
+    scratch: Callable[[str], Tensor]
     target: Tensor
+
+    def remove_target(self) -> Tensor:
+        """Puts −∞ in the place of the targets' logits, and of padding's.
+
+        Returns:
+            `[N]` the targets' logits, 0 for rows whose target is not in this tile.
+        """
+        if self.padding is not None:
+            self.products.masked_fill_(self.padding, -torch.inf)
+        logits = self.replace_target(self.products, -torch.inf)
+        return logits if self.inverse is None else logits * self.inverse.squeeze(1)[self._place]
 
     def replace_target(self, values: Tensor, replacement: float | Tensor) -> Tensor:
         """Puts `replacement`, a number or `[N]`, in the place of the targets in `values` `[T, N]`.
@@ -94,29 +117,47 @@ class Tile:
         """
         inside = (self.target >= 0) & (self.target < values.shape[0])
         # Rows with their target elsewhere read and rewrite one entry of their own column: no selection, so no sync.
-        place = self.target.clamp(0, values.shape[0] - 1).unsqueeze(0)
+        place = self._place.unsqueeze(0)
         before = values.gather(0, place)
         values.scatter_(0, place, torch.where(inside, replacement, before))
         return torch.where(inside, before, 0).squeeze(0)
 
-    def weight_grad(self, dz: Tensor, embeddings: Tensor, factor: float | Tensor) -> Tensor:
-        """From the gradients of the logits `[T, N]` to `factor` times those of the weight's rows, `[T, D]`.
+    @property
+    def _place(self) -> Tensor:
+        """`[N]` the targets' rows in this tile; some row or other for those that have none."""
+        return self.target.clamp(0, self.products.shape[0] - 1)
 
-        Valid until the next tile is asked for.
+    def exponentials(self, reference: Tensor) -> Tensor:
+        """`[T, N]` exp(z − reference), with a reference `[N]`, in `scores`."""
+        if self.inverse is None:
+            torch.sub(self.products, reference, out=self.scores)
+        else:
+            torch.addcmul(-reference, self.products, self.inverse, out=self.scores)
+        return self.scores.exp_()
+
+    def weight_grad(self, dz: Tensor, embeddings: Tensor, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
+        """From the gradients of the products `[T, N]` to `factor` times those of the weight's rows, `[T, D]`.
+
+        In `out`; without one, valid until the next tile is asked for.
         """
-        grad = matmul(dz, embeddings, out=self.workspace[0])
-        if self.length is None:
-            return grad.mul_(factor)
-        centres = self.centres.to(grad.dtype)
-        along = torch.mul(centres, grad, out=self.workspace[1]).sum(dim=1, keepdim=True)
-        return grad.addcmul_(centres, along, value=-1).mul_(factor / self.length)
+        grad = matmul(dz, embeddings, out=self.scratch("gradient") if out is None else out)
+        if self.length is not None:
+            centres = self.centres.to(grad.dtype)
+            along = torch.mul(centres, grad, out=self.scratch("product")).sum(dim=1, keepdim=True)
+            if self.inverse is None:
+                factor = factor / self.length
+            else:
+                along.mul_(self.inverse).mul_(self.inverse)
+            grad.addcmul_(centres, along, value=-1)
+        return grad if isinstance(factor, (int, float)) and factor == 1 else grad.mul_(factor)
 
 
 class Tiles:
     """Iterates over the classes that take part, a Tile at a time.
 
     Args:
-        saved: `[L]`, where the logits of the first L // N classes are kept: to be written, or read where `filled`.
+        saved: `[L]`, where the products of the first L // N classes are kept: to be written, or read where `filled`.
+        as_logits: whether products must be the logits.
     """
 
     def __init__(
@@ -128,6 +169,7 @@ class Tiles:
         normalize: bool,
         saved: Tensor | None = None,
         filled: bool = False,
+        as_logits: bool = False,
     ) -> None:
         self.dtype = accumulate_dtype(embeddings)
         self.rounded = embeddings.dtype
@@ -137,12 +179,17 @@ class Tiles:
         self.embeddings = embeddings.to(self.operand)
         self.transposed = self.embeddings.t().contiguous()
         self.weight, self.index, self.target, self.normalize = weight, index, target, normalize
+        # |z| is no more than the row's length, if classes are at unit length.
+        lengths = torch.linalg.vector_norm(self.embeddings, dim=1, dtype=self.dtype)
+        self.are_plain = normalize and is_known(lengths <= PLAIN_LENGTH)
+        self.may_postpone = self.are_plain and not as_logits and self.rounded == self.dtype
         num_rows = embeddings.shape[0]
         self.num_saved = 0 if saved is None else saved.shape[0] // max(num_rows, 1)
         self.saved = None if saved is None else saved[: self.num_saved * num_rows].view(self.num_saved, num_rows)
         self.filled = filled
         if saved is not None and not filled:
             saved[self.num_saved * num_rows :] = 0  # where no more class fits
+        self._buffers: dict[str, Tensor] = {}
         self.num_local_classes = weight.shape[0]
         self.num_classes = self.num_local_classes if index is None else index.shape[0]
         # pfc::sample pads only up to min(N, K).
@@ -155,18 +202,24 @@ class Tiles:
         return max(1, min(elements // max(self.embeddings.shape), self.num_classes))
 
     def __iter__(self) -> Iterator[Tile]:
-        (num_rows, dim), device, step = self.embeddings.shape, self.embeddings.device, self.step
-        scores = torch.empty(step, num_rows, dtype=self.dtype, device=device)
-        centres, *workspace = torch.empty(3, step, dim, dtype=self.dtype, device=device).unbind()
-        classes = self.weight.new_empty(0 if self.index is None else step, dim)
-        starts = (*range(0, self.num_saved, step), *range(self.num_saved, self.num_classes, step))
+        starts = (*range(0, self.num_saved, self.step), *range(self.num_saved, self.num_classes, self.step))
         for start, stop in pairwise((*starts, self.num_classes)):
-            size = stop - start
-            buffers = [buffer[:size] for buffer in (classes, scores, centres, *workspace)]
-            yield self._tile(slice(start, stop), *buffers)
+            yield self._tile(slice(start, stop))
+        self._buffers.clear()
 
-    def _tile(self, span: slice, classes: Tensor, scores: Tensor, centres: Tensor, *workspace: Tensor) -> Tile:
-        rows = padding = length = None
+    def _buffer(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Made when it is first asked for: a walk does not use all of them."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(self.step, width, dtype=dtype, device=self.embeddings.device)
+        return self._buffers[name][:num_rows]
+
+    def _tile(self, span: slice) -> Tile:
+        (num_rows, dim), size = self.embeddings.shape, span.stop - span.start
+
+        def scratch(name: str) -> Tensor:
+            return self._buffer(name, size, dim, self.dtype)
+
+        rows = padding = length = inverse = None
         if self.index is None:
             classes = self.weight[span]
         else:
@@ -174,18 +227,21 @@ class Tiles:
             if self.may_pad:
                 padding = (rows >= self.num_local_classes).unsqueeze(1)
                 rows = rows % self.num_local_classes
+            classes = self._buffer("classes", size, dim, self.weight.dtype)
             torch.index_select(self.weight, 0, rows, out=classes)
         # A master weight may be wider than the matmul.
-        narrow = classes.to(self.dtype) if classes.dtype == torch.float64 else classes
+        centres = classes.to(self.dtype) if classes.dtype == torch.float64 else classes
         if self.normalize:
-            length = row_length(narrow, self.dtype)
-            torch.div(narrow, length, out=centres)
-        else:
-            centres.copy_(narrow)
+            length = row_length(centres, self.dtype)
+            if self.may_postpone and centres.dtype == self.dtype and is_known(length.isfinite()):
+                inverse = length.reciprocal()
+            else:
+                centres = torch.div(centres, length, out=scratch("centres"))
         centres = centres.to(self.rounded).to(self.operand)
+        scores = self._buffer("scores", size, num_rows, self.dtype)
         is_saved = span.stop <= self.num_saved
-        logits = self.saved[span] if self.saved is not None and is_saved else scores
+        products = self.saved[span] if self.saved is not None and is_saved else scores
         if not (is_saved and self.filled):
-            matmul(centres, self.transposed, out=logits)
+            matmul(centres, self.transposed, out=products)
         target = self.target - span.start
-        return Tile(span, rows, classes, centres, length, padding, logits, scores, workspace, target)
+        return Tile(span, rows, classes, centres, length, inverse, padding, products, scores, scratch, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,13 +45,13 @@ def walk_forward(tiles: Tiles) -> tuple[Tensor, Tensor]:
     lse = torch.full(tiles.target.shape, -torch.inf, dtype=tiles.dtype, device=tiles.target.device)
     target_logit = torch.zeros_like(lse)
     for tile in tiles:
-        if tile.padding is not None:
-            tile.logits.masked_fill_(tile.padding, -torch.inf)
-        target_logit += tile.replace_target(tile.logits, -torch.inf)
-        peak = tile.logits.amax(dim=0)
-        peak.masked_fill_(peak == -torch.inf, 0)  # where no class takes part: log 0 = −∞, not NaN
-        exponentials = torch.sub(tile.logits, peak, out=tile.scores).exp_()
-        lse = torch.logaddexp(lse, exponentials.sum(dim=0).log_().add_(peak))
+        target_logit += tile.remove_target()
+        if tiles.are_plain:
+            reference = torch.zeros_like(lse)
+        else:
+            reference = tile.products.amax(dim=0)
+            reference.masked_fill_(reference == -torch.inf, 0)  # where no class takes part: log 0 = −∞, not NaN
+        lse = torch.logaddexp(lse, tile.exponentials(reference).sum(dim=0).log_().add_(reference))
     return lse, target_logit
 
 
@@ -66,16 +67,34 @@ def gather_row_terms(lse_grad: Tensor | None, target_grad: Tensor | None, negati
     return torch.ops.pfc.gather(torch.stack([*terms, negative_lse], dim=1), *group)
 
 
-def walk_back(tiles: Tiles, row_terms: Tensor, dx: Tensor | None) -> Iterator[tuple[Tile, Tensor]]:
-    """Adds to the gradient of the embeddings `dx` `[N, D]`; yields each tile with dz, the gradient of its logits."""
+def walk_back(
+    tiles: Tiles, row_terms: Tensor, dx: Tensor | None, factor: float | Tensor | None, dw: Tensor | None = None
+) -> Iterator[tuple[Tile, Any]]:
+    """Adds to the gradient of the embeddings `dx` `[N, D]`, once the walk is at its end.
+
+    Yields each tile, and `factor` times the gradient of its rows of the weight, `[T, D]`; None without a factor. In the
+    tile's rows of `dw`, or else valid until the next tile is asked for.
+    """
     # Contiguous: with every third number as an operand, a pass over a tile takes 20 times longer.
     lse_grad, target_grad, negative_lse = row_terms.t().contiguous()
+    # l·exp(z − negative_lse) = ±exp(z − reference); the rows' signs go onto what is multiplied with the tiles.
+    reference = negative_lse - lse_grad.abs().log()
+    sign = torch.where(lse_grad < 0, -1.0, 1.0)
+    target_grad = target_grad * sign
+    embeddings = tiles.embeddings * sign.to(tiles.operand).unsqueeze(1)
+    if factor is not None and tiles.rounded == tiles.dtype:
+        embeddings, factor = embeddings * factor, 1.0
     for tile in tiles:
-        dz = torch.sub(tile.logits, negative_lse, out=tile.scores).exp_().mul_(lse_grad)
+        dz = tile.exponentials(reference)
         if tile.padding is not None:
             dz.masked_fill_(tile.padding, 0)
         tile.replace_target(dz, target_grad)
+        if tile.inverse is not None:
+            dz.mul_(tile.inverse)
         dz = dz.to(tiles.operand)
         if dx is not None:
             matmul(dz.t(), tile.centres, out=dx, accumulate=True)
-        yield tile, dz
+        out = None if dw is None else dw[tile.span]
+        yield tile, None if factor is None else tile.weight_grad(dz, embeddings, factor, out)
+    if dx is not None:
+        dx.mul_(sign.unsqueeze(1))

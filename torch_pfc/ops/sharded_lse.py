@@ -140,10 +140,11 @@ def sharded_lse_backward(
         covered = sparse_grad or index is None
         dw = weight.new_empty(tiles.num_classes, weight.shape[1]) if covered else weight.new_zeros(weight.shape)
 
-    for tile, dz in walk_back(tiles, row_terms, dx if embeddings_grad else None):
-        if not weight_grad:
+    in_place = weight_grad and not sparse_grad and index is None and dw.dtype == tiles.dtype
+    factor = weight_factor if weight_grad else None
+    for tile, g in walk_back(tiles, row_terms, dx if embeddings_grad else None, factor, dw if in_place else None):
+        if in_place or not weight_grad:
             continue
-        g = tile.weight_grad(dz, tiles.embeddings, weight_factor)
         if sparse_grad:
             # + 0.0 after rounding turns a member's −0.0 into 0.0: only padding keeps the sign.
             torch.add(g.to(dw.dtype), 0.0, out=dw[tile.span])

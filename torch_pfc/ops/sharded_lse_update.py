@@ -149,10 +149,10 @@ def sharded_lse_update_backward_(
     buffers = [tensor.new_empty(0 if index is None else tiles.step, tensor.shape[1]) for tensor in per_class]
     for count in counts:
         count.add_(steps)
-    for tile, dz in walk_back(tiles, row_terms, dx):
+    for tile, grad in walk_back(tiles, row_terms, dx, factor if steps else None):
         if not steps:
             continue
-        grad = tile.weight_grad(dz, tiles.embeddings, factor).to(weight.dtype)
+        grad = grad.to(weight.dtype)
         rows = [tile.classes, *(_rows(tensor, tile, buffer) for tensor, buffer in zip(per_class, buffers, strict=True))]
         _RULES[rule]([*rows, *counts], grad, lr, options)
         for tensor, updated in zip([weight, *per_class], rows, strict=True):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..ops import _rows, _tiles, sample, sparse_adamw, sparse_sgd
+from ..ops import _tiles, sample, sparse_adamw, sparse_sgd
 
 if TYPE_CHECKING:
     from ._trace import Trace
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def cpu_kernels() -> Iterator[None]:
-    """pfc::sample searches block by block, and finds as much as it expects; gradients hold no padding.
+    """pfc::sample searches block by block, and finds as much as it expects; conditions hold, as they do as a rule.
 
     Masks without values would not say.
     """
@@ -31,7 +31,7 @@ def cpu_kernels() -> Iterator[None]:
         return mask.new_empty(_num_found(mask.shape[0], part), dtype=torch.int64)
 
     lowest = _few_blocks(sample._lowest)
-    with _replaced(sample, _nonzero=nonzero, _lowest=lowest), _replaced(_rows, _may_hold=lambda mask: False):
+    with _replaced(sample, _nonzero=nonzero, _lowest=lowest), _replaced(_tiles, is_known=lambda condition: True):
         yield
 
 
@@ -43,9 +43,8 @@ def cuda_kernels() -> Iterator[None]:
         return sample._all(positives, key, class_start, num_local_classes)
 
     with (
-        _replaced(_tiles, TILE_ELEMENTS=_tiles.ACCELERATOR_TILE_ELEMENTS),
+        _replaced(_tiles, TILE_ELEMENTS=_tiles.ACCELERATOR_TILE_ELEMENTS, is_known=lambda condition: False),
         _replaced(sample, _lowest=whole),
-        _replaced(_rows, _may_hold=lambda mask: True),
     ):
         yield
 
