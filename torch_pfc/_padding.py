@@ -59,7 +59,7 @@ class Accumulation:
     @_disable_dynamo
     def before(self, grad: Tensor) -> None:
         """To be called with a coalesced gradient before it is added."""
-        self._first = grad.values()[:, :1].clone()  # tells padding: no element of a scored row is −0.0
+        self._first = grad.values()[:, :1].clone()  # tells padding: no scored row begins with −0.0
         self._arrived = scored_rows(grad, self._first)
         self._storage = _storage_of(grad)
 

@@ -231,17 +231,21 @@ class Tiles:
             torch.index_select(self.weight, 0, rows, out=classes)
         # A master weight may be wider than the matmul.
         centres = classes.to(self.dtype) if classes.dtype == torch.float64 else classes
-        if self.normalize:
-            length = row_length(centres, self.dtype)
-            if self.may_postpone and centres.dtype == self.dtype and is_known(length.isfinite()):
-                inverse = length.reciprocal()
-            else:
-                centres = torch.div(centres, length, out=scratch("centres"))
-        centres = centres.to(self.rounded).to(self.operand)
         scores = self._buffer("scores", size, num_rows, self.dtype)
         is_saved = span.stop <= self.num_saved
         products = self.saved[span] if self.saved is not None and is_saved else scores
-        if not (is_saved and self.filled):
+        is_missing = not (is_saved and self.filled)
+        if self.normalize:
+            postpones = self.may_postpone and centres.dtype == self.dtype
+            if postpones and is_missing:
+                matmul(centres, self.transposed, out=products)  # first, which brings the rows into the cache
+            length = row_length(centres, self.dtype)
+            if postpones and is_known(length.isfinite()):
+                inverse, is_missing = length.reciprocal(), False
+            else:
+                centres = torch.div(centres, length, out=scratch("centres"))
+        centres = centres.to(self.rounded).to(self.operand)
+        if is_missing:
             matmul(centres, self.transposed, out=products)
         target = self.target - span.start
         return Tile(span, rows, classes, centres, length, inverse, padding, products, scores, scratch, target)

@@ -34,7 +34,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _group
+from . import _group, _tiles
 from ._group import Group
 from ._tiles import Tiles
 from ._walks import check, gather_row_terms, merge, new_logits, row_outputs, walk_back, walk_forward
@@ -131,27 +131,26 @@ def sharded_lse_backward(
     Returns:
         The gradient of embeddings `[N, D]`; of weight `[K, D]`, or with `sparse_grad` its rows `[S, D]`; and with
         `sparse_grad` the ids of those rows, `[S]` ascending. Padding rows hold −0.0, the identity of IEEE addition:
-        adding such a row changes nothing, the sum of two is still one, and no member's row holds a −0.0.
+        adding such a row changes nothing, the sum of two is still one, and no member's row begins with −0.0.
     """
     tiles = Tiles(embeddings, weight, index, target, normalize, logits, filled=True)
     dx = torch.zeros(embeddings.shape if embeddings_grad else 0, dtype=tiles.dtype, device=embeddings.device)
-    dw = weight.new_empty(0)
-    if weight_grad:
-        covered = sparse_grad or index is None
-        dw = weight.new_empty(tiles.num_classes, weight.shape[1]) if covered else weight.new_zeros(weight.shape)
+    dw, in_place = weight.new_empty(0), False
+    if weight_grad and (sparse_grad or index is None):  # a tile's rows of dw are those of its span
+        dw, in_place = weight.new_empty(tiles.num_classes, weight.shape[1]), weight.dtype == tiles.dtype
+    elif weight_grad:
+        dw = weight.new_zeros(weight.shape)
 
-    in_place = weight_grad and not sparse_grad and index is None and dw.dtype == tiles.dtype
     factor = weight_factor if weight_grad else None
     for tile, g in walk_back(tiles, row_terms, dx if embeddings_grad else None, factor, dw if in_place else None):
-        if in_place or not weight_grad:
+        if not weight_grad:
             continue
-        if sparse_grad:
-            # + 0.0 after rounding turns a member's −0.0 into 0.0: only padding keeps the sign.
-            torch.add(g.to(dw.dtype), 0.0, out=dw[tile.span])
-        elif tile.rows is None:
-            dw[tile.span] = g
-        else:
+        if tile.rows is not None and not sparse_grad:
             dw.index_copy_(0, tile.rows, g.to(dw.dtype))
+        elif not in_place:
+            dw[tile.span] = g
+        if sparse_grad and not _tiles.is_known(dw[tile.span, 0] != 0):
+            dw[tile.span] += 0.0  # turns −0.0 into 0.0: no row but padding begins with the one
 
     rows = target.new_empty(0)
     if weight_grad and sparse_grad:
