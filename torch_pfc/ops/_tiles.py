@@ -55,7 +55,10 @@ def check_operands(embeddings: Tensor, weight: Tensor, group_size: int) -> None:
 
 def row_length(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """`[M, D] → [M, 1]`: each row's length, computed in `dtype`; ∞ for a row without a direction."""
-    length = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=dtype)
+    return _or_infinite(torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=dtype))
+
+
+def _or_infinite(length: Tensor) -> Tensor:
     return length.masked_fill(length <= EPSILON, torch.inf)
 
 
@@ -84,6 +87,7 @@ class Tile:
         scores: `[T, N]` for what a walk makes of them; `products` itself, unless those are saved.
         scratch: gives a `[T, D]` of that name, memory that all tiles of the walk share.
         target: `[N]` the rows' targets, counted from this tile's first class.
+        place: `[N]` the same where they are in this tile, otherwise some row of it.
     """
 
     span: slice
@@ -97,6 +101,7 @@ class Tile:
     scores: Tensor
     scratch: Callable[[str], Tensor]
     target: Tensor
+    place: Tensor
 
     def remove_target(self) -> Tensor:
         """Puts −∞ in the place of the targets' logits, and of padding's.
@@ -107,7 +112,7 @@ class Tile:
         if self.padding is not None:
             self.products.masked_fill_(self.padding, -torch.inf)
         logits = self.replace_target(self.products, -torch.inf)
-        return logits if self.inverse is None else logits * self.inverse.squeeze(1)[self._place]
+        return logits if self.inverse is None else logits * self.inverse.squeeze(1)[self.place]
 
     def replace_target(self, values: Tensor, replacement: float | Tensor) -> Tensor:
         """Puts `replacement`, a number or `[N]`, in the place of the targets in `values` `[T, N]`.
@@ -115,24 +120,18 @@ class Tile:
         Returns:
             `[N]` what was there, 0 for rows whose target is not in this tile.
         """
-        inside = (self.target >= 0) & (self.target < values.shape[0])
         # Rows with their target elsewhere read and rewrite one entry of their own column: no selection, so no sync.
-        place = self._place.unsqueeze(0)
+        inside, place = self.place == self.target, self.place.unsqueeze(0)
         before = values.gather(0, place)
         values.scatter_(0, place, torch.where(inside, replacement, before))
         return torch.where(inside, before, 0).squeeze(0)
 
-    @property
-    def _place(self) -> Tensor:
-        """`[N]` the targets' rows in this tile; some row or other for those that have none."""
-        return self.target.clamp(0, self.products.shape[0] - 1)
-
-    def exponentials(self, reference: Tensor) -> Tensor:
-        """`[T, N]` exp(z − reference), with a reference `[N]`, in `scores`."""
+    def exponentials(self, shift: Tensor) -> Tensor:
+        """`[T, N]` exp(z + shift), with a shift `[N]`, in `scores`."""
         if self.inverse is None:
-            torch.sub(self.products, reference, out=self.scores)
+            torch.add(self.products, shift, out=self.scores)
         else:
-            torch.addcmul(-reference, self.products, self.inverse, out=self.scores)
+            torch.addcmul(shift, self.products, self.inverse, out=self.scores)
         return self.scores.exp_()
 
     def weight_grad(self, dz: Tensor, embeddings: Tensor, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
@@ -239,13 +238,15 @@ class Tiles:
             postpones = self.may_postpone and centres.dtype == self.dtype
             if postpones and is_missing:
                 matmul(centres, self.transposed, out=products)  # first, which brings the rows into the cache
-            length = row_length(centres, self.dtype)
-            if postpones and is_known(length.isfinite()):
+            length = torch.linalg.vector_norm(centres, dim=1, keepdim=True, dtype=self.dtype)
+            if postpones and is_known((length > EPSILON) & (length < torch.inf)):
                 inverse, is_missing = length.reciprocal(), False
             else:
+                length = _or_infinite(length)
                 centres = torch.div(centres, length, out=scratch("centres"))
         centres = centres.to(self.rounded).to(self.operand)
         if is_missing:
             matmul(centres, self.transposed, out=products)
         target = self.target - span.start
-        return Tile(span, rows, classes, centres, length, inverse, padding, products, scores, scratch, target)
+        place = target.clamp(0, size - 1)
+        return Tile(span, rows, classes, centres, length, inverse, padding, products, scores, scratch, target, place)

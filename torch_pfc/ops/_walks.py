@@ -42,16 +42,20 @@ def new_logits(embeddings: Tensor, weight: Tensor, index: Tensor | None, max_byt
 
 def walk_forward(tiles: Tiles) -> tuple[Tensor, Tensor]:
     """Returns `[N]` each, over this rank's classes: the log-sum-exp of those that are not the target, and its logit."""
-    lse = torch.full(tiles.target.shape, -torch.inf, dtype=tiles.dtype, device=tiles.target.device)
-    target_logit = torch.zeros_like(lse)
+    target_logit = torch.zeros(tiles.target.shape, dtype=tiles.dtype, device=tiles.target.device)
+    lse, no_shift = torch.full_like(target_logit, -torch.inf), torch.zeros_like(target_logit)
+    # In float64, plain exponentials of any number of classes add up.
+    total = torch.zeros_like(target_logit, dtype=torch.float64) if tiles.are_plain else None
     for tile in tiles:
         target_logit += tile.remove_target()
-        if tiles.are_plain:
-            reference = torch.zeros_like(lse)
-        else:
-            reference = tile.products.amax(dim=0)
-            reference.masked_fill_(reference == -torch.inf, 0)  # where no class takes part: log 0 = −∞, not NaN
-        lse = torch.logaddexp(lse, tile.exponentials(reference).sum(dim=0).log_().add_(reference))
+        if total is not None:
+            total += tile.exponentials(no_shift).sum(dim=0)
+            continue
+        peak = tile.products.amax(dim=0)
+        peak.masked_fill_(peak == -torch.inf, 0)  # where no class takes part: log 0 = −∞, not NaN
+        lse = torch.logaddexp(lse, tile.exponentials(-peak).sum(dim=0).log_().add_(peak))
+    if total is not None:
+        lse = total.log().to(tiles.dtype)
     return lse, target_logit
 
 
@@ -77,15 +81,15 @@ def walk_back(
     """
     # Contiguous: with every third number as an operand, a pass over a tile takes 20 times longer.
     lse_grad, target_grad, negative_lse = row_terms.t().contiguous()
-    # l·exp(z − negative_lse) = ±exp(z − reference); the rows' signs go onto what is multiplied with the tiles.
-    reference = negative_lse - lse_grad.abs().log()
+    # l·exp(z − negative_lse) = ±exp(z + shift); the rows' signs go onto what is multiplied with the tiles.
+    shift = lse_grad.abs().log() - negative_lse
     sign = torch.where(lse_grad < 0, -1.0, 1.0)
     target_grad = target_grad * sign
     embeddings = tiles.embeddings * sign.to(tiles.operand).unsqueeze(1)
     if factor is not None and tiles.rounded == tiles.dtype:
         embeddings, factor = embeddings * factor, 1.0
     for tile in tiles:
-        dz = tile.exponentials(reference)
+        dz = tile.exponentials(shift)
         if tile.padding is not None:
             dz.masked_fill_(tile.padding, 0)
         tile.replace_target(dz, target_grad)
