@@ -19,7 +19,11 @@ LOSS_CASES = [
     Case(512, 512, 1_000_000, 0.1),
     Case(512, 512, 100_000, dtype="bfloat16"),
 ]
-STEP_CASES = [Case(512, 512, 100_000), Case(512, 512, 1_000_000, 0.1)]
+STEP_CASES = [
+    Case(512, 512, 100_000),
+    Case(512, 512, 1_000_000, 0.1),
+    Case(512, 512, 1_000_000, 0.1, dtype="bfloat16"),
+]
 GROWTH_BASE, GROWTH_FACTORS = Case(256, 256, 200_000, 0.1), (1, 2, 4)
 SAMPLE_CASES = [
     Case(512, 512, 1_000_000, 0.1),

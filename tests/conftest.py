@@ -5,7 +5,7 @@ import hypothesis
 import pytest
 import torch
 
-from .ranks import close_pool
+from .ranks import close_pool, crashes
 
 # A draw may start a gloo world, so no deadline; CI draws the same examples each time.
 hypothesis.settings.register_profile("default", deadline=None, max_examples=25)
@@ -25,3 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for crash in crashes:
+        terminalreporter.section("a worker crashed, and its job was run once more", yellow=True)
+        terminalreporter.write_line(crash)

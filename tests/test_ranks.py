@@ -3,12 +3,13 @@
 import multiprocessing
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from .ranks import RankError, run_ranks
+from .ranks import RankError, crashes, run_ranks
 
 
 def world() -> tuple[int, int]:
@@ -27,6 +28,8 @@ def fail_on(rank: int, how: str) -> None:
             raise ValueError("a fault of one rank")
         if how == "die":
             os._exit(3)
+        if how == "crash":
+            os.abort()
         time.sleep(60)
 
 
@@ -41,10 +44,34 @@ def test_tensors_go_in_and_come_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "how, says", [("raise", "a fault of one rank"), ("die", "rank 1 of 2: the process died"), ("hang", r"ranks \[1\]")]
+    "how, says",
+    [
+        ("raise", "a fault of one rank"),
+        ("die", "rank 1 of 2: the process died, exit code 3"),
+        ("crash", "rank 1 of 2: the process died, exit code -6"),
+        ("hang", r"ranks \[1\]"),
+    ],
 )
 def test_a_failed_job_reports_and_leaves_the_next_alone(how: str, says: str) -> None:
+    num_crashes = len(crashes)
     with pytest.raises(RankError, match=says):
         run_ranks(2, fail_on, 1, how, timeout=2.0)
+    assert len(crashes) == num_crashes + (how == "crash")
+    del crashes[num_crashes:]
     assert multiprocessing.active_children() == []
     assert run_ranks(2, world) == [(0, 2), (1, 2)]
+
+
+def crash_at_first(path: str) -> str:
+    if dist.get_rank() == 0 and not os.path.exists(path):
+        open(path, "w").close()
+        os.abort()
+    return "done"
+
+
+def test_a_crash_is_tried_again_and_told(tmp_path: Path) -> None:
+    num_crashes = len(crashes)
+    assert run_ranks(2, crash_at_first, str(tmp_path / "crashed")) == ["done", "done"]
+    (told,) = crashes[num_crashes:]
+    del crashes[num_crashes:]
+    assert "test_ranks.crash_at_first" in told and "rank 0 of 2: the process died, exit code -6" in told
