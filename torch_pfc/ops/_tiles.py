@@ -85,7 +85,7 @@ class Tile:
         padding: `[T, 1]` bool, which of them are none; None where the shapes rule padding out.
         products: `[T, N]` of centres and embeddings: the logits z, or with `inverse` z·‖w‖.
         scores: `[T, N]` for what a walk makes of them; `products` itself, unless those are saved.
-        scratch: gives a `[T, D]` of that name, memory that all tiles of the walk share.
+        scratch: gives a `[T, D]` of that name, in the dtype of the logits or another: memory that all tiles share.
         target: `[N]` the rows' targets, counted from this tile's first class.
         place: `[N]` the same where they are in this tile, otherwise some row of it.
     """
@@ -99,7 +99,7 @@ class Tile:
     padding: Tensor | None
     products: Tensor
     scores: Tensor
-    scratch: Callable[[str], Tensor]
+    scratch: Callable[..., Tensor]
     target: Tensor
     place: Tensor
 
@@ -215,8 +215,8 @@ class Tiles:
     def _tile(self, span: slice) -> Tile:
         (num_rows, dim), size = self.embeddings.shape, span.stop - span.start
 
-        def scratch(name: str) -> Tensor:
-            return self._buffer(name, size, dim, self.dtype)
+        def scratch(name: str, dtype: torch.dtype = self.dtype) -> Tensor:
+            return self._buffer(name, size, dim, dtype)
 
         rows = padding = length = inverse = None
         if self.index is None:
@@ -226,7 +226,7 @@ class Tiles:
             if self.may_pad:
                 padding = (rows >= self.num_local_classes).unsqueeze(1)
                 rows = rows % self.num_local_classes
-            classes = self._buffer("classes", size, dim, self.weight.dtype)
+            classes = scratch("classes", self.weight.dtype)
             torch.index_select(self.weight, 0, rows, out=classes)
         # A master weight may be wider than the matmul.
         centres = classes.to(self.dtype) if classes.dtype == torch.float64 else classes

@@ -92,7 +92,7 @@ def sharded_lse_saving(
     sparse_grad: bool,
     saved_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As pfc::sharded_lse, and for its backward the logits of as many classes as fit in `saved_bytes`, see Tiles."""
+    """As pfc::sharded_lse, and for its backward the products (see Tile) of as many classes as fit in `saved_bytes`."""
     group = Group(group_name, group_size, group_rank)
     _group.check(group)
     check(embeddings, weight, index, target, group_size)
@@ -149,7 +149,7 @@ def sharded_lse_backward(
             dw.index_copy_(0, tile.rows, g.to(dw.dtype))
         elif not in_place:
             dw[tile.span] = g
-        if sparse_grad and not _tiles.is_known(dw[tile.span, 0] != 0):
+        if sparse_grad and not _tiles.is_known(dw[tile.span, :1] != 0):
             dw[tile.span] += 0.0  # turns −0.0 into 0.0: no row but padding begins with the one
 
     rows = target.new_empty(0)

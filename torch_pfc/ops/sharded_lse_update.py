@@ -146,25 +146,24 @@ def sharded_lse_update_backward_(
     factor = weight_factor if loss_scale is None else weight_factor / loss_scale.to(tiles.dtype)
     per_class = [tensor for tensor in state if tensor.dim() > 0]
     counts = [tensor for tensor in state if tensor.dim() == 0]
-    buffers = [tensor.new_empty(0 if index is None else tiles.step, tensor.shape[1]) for tensor in per_class]
     for count in counts:
         count.add_(steps)
     for tile, grad in walk_back(tiles, row_terms, dx, factor if steps else None):
         if not steps:
             continue
         grad = grad.to(weight.dtype)
-        rows = [tile.classes, *(_rows(tensor, tile, buffer) for tensor, buffer in zip(per_class, buffers, strict=True))]
+        rows = [tile.classes, *(_rows(tensor, tile, f"state {i}") for i, tensor in enumerate(per_class))]
         _RULES[rule]([*rows, *counts], grad, lr, options)
         for tensor, updated in zip([weight, *per_class], rows, strict=True):
             _put_rows_(tensor, tile, updated)
     return dx.to(embeddings.dtype)
 
 
-def _rows(tensor: Tensor, tile: Tile, buffer: Tensor) -> Tensor:
-    """`[T, D]`: the tile's rows of `tensor` `[K, D]`: a view where the walk takes every row, otherwise in `buffer`."""
+def _rows(tensor: Tensor, tile: Tile, name: str) -> Tensor:
+    """`[T, D]`: the tile's rows of `tensor` `[K, D]`: a view where the walk takes every row, otherwise in scratch."""
     if tile.rows is None:
         return tensor[tile.span]
-    return torch.index_select(tensor, 0, tile.rows, out=buffer[: tile.rows.shape[0]])
+    return torch.index_select(tensor, 0, tile.rows, out=tile.scratch(name, tensor.dtype))
 
 
 def _put_rows_(tensor: Tensor, tile: Tile, rows: Tensor) -> None:
