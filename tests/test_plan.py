@@ -271,10 +271,10 @@ def test_activations_are_what_forward_leaves(options: dict[str, Any]) -> None:
     [
         {"sparse_grad": False},
         {"sparse_grad": True},
-        {"saved_logits_bytes": 90 * 32 * 4},
-        {"saved_logits_bytes": 30 * 32 * 4, "optimizer": "sparse_adamw"},
+        {"saved_logits_bytes": 90 * 33 * 4},
+        {"saved_logits_bytes": 30 * 33 * 4, "optimizer": "sparse_adamw"},
         {"saved_logits_bytes": 1 << 20, "optimizer": "sparse_adamw"} | FUSED,
-        {"saved_logits_bytes": 70 * 32 * 4, "optimizer": "sparse_momentum", "sample_rate": 1.0} | FUSED,
+        {"saved_logits_bytes": 70 * 33 * 4, "optimizer": "sparse_momentum", "sample_rate": 1.0} | FUSED,
     ],
     ids=str,
 )
@@ -288,7 +288,7 @@ def test_every_tile_counts(tile: int, options: dict[str, Any], monkeypatch: pyte
     monkeypatch.setattr(_kernels, "_num_skipped", lambda total, step: 0)
     assert short == plan(**sizes)
     num_sampled = int(250 * sizes["sample_rate"])
-    num_saved = min(sizes.get("saved_logits_bytes", 0) // (32 * 4), num_sampled)
+    num_saved = min(sizes.get("saved_logits_bytes", 0) // (33 * 4), num_sampled)
     assert short.forward.matmul_flops == 2 * num_sampled * 32 * 16
     assert short.backward.matmul_flops == 2 * (3 * num_sampled - num_saved) * 32 * 16
 

@@ -28,7 +28,7 @@ ALL = 1 << 20
     num_classes=st.integers(0, 12),
     rate=st.sampled_from([None, 0.0, 0.4]),
     normalize=st.booleans(),
-    saved_bytes=st.integers(0, 8 * 6 * 13),
+    saved_bytes=st.integers(0, 8 * 7 * 13),
     tile_elements=st.sampled_from([1, 15, 1 << 20]),
     sparse_grad=st.booleans(),
 )
@@ -51,9 +51,10 @@ def test_outputs_and_gradients_are_the_same(
         expected = pfc.sharded_lse(*operands)
         *found, logits = pfc.sharded_lse_saving(*operands, saved_bytes)
         num_in_set = num_classes if index is None else len(index)
-        assert logits.shape == (min(num_in_set * num_rows, saved_bytes // 8),)
+        size = num_rows + 1  # of a class: its logits, and its length
+        assert logits.shape == (min(num_in_set * size, saved_bytes // 8),)
         assert not logits.requires_grad
-        assert (logits[len(logits) // num_rows * num_rows :] == 0).all()  # where no more class fits
+        assert (logits[len(logits) // size * size :] == 0).all()  # where no more class fits
         before, cotangents = logits.clone(), torch.randn(2, num_rows, dtype=torch.float64)
         cotangents[0].masked_fill_(expected[0].detach().isinf(), 0)
         # Twice: backward changes nothing that it needs.
@@ -67,9 +68,9 @@ def test_outputs_and_gradients_are_the_same(
 
 @pytest.mark.parametrize("dtype, size", [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 4)])
 def test_what_is_kept_is_what_fits(dtype: torch.dtype, size: int) -> None:
-    """Logits are float32 at least. What a head's graph holds besides does not depend on the number of bytes."""
+    """Of a class, N logits and its length, in float32 at least. The rest of a head's graph does not depend on it."""
     kept = {}
-    for saved_bytes in (0, size - 1, 3 * 5 * size, ALL):
+    for saved_bytes in (0, size - 1, 3 * 6 * size, ALL):
         head = torch_pfc.PartialFC(3, 9, saved_logits_bytes=saved_bytes)
         saved: dict[int, int] = {}
 
@@ -81,10 +82,10 @@ def test_what_is_kept_is_what_fits(dtype: torch.dtype, size: int) -> None:
             loss = head(torch.randn(5, 3, dtype=dtype, requires_grad=True), torch.arange(5))
         kept[saved_bytes] = sum(saved.values())
         loss.backward()
-    assert [after - kept[0] for after in kept.values()] == [0, 0, 3 * 5 * size, 9 * 5 * size]
+    assert [after - kept[0] for after in kept.values()] == [0, 0, 3 * 6 * size, 9 * 6 * size]
 
 
-@pytest.mark.parametrize("saved_bytes, num_saved", [(0, 0), (4 * 5 - 1, 0), (4 * 5, 1), (4 * 5 * 7 + 3, 7), (ALL, 9)])
+@pytest.mark.parametrize("saved_bytes, num_saved", [(0, 0), (4 * 6 - 1, 0), (4 * 6, 1), (4 * 6 * 7 + 3, 7), (ALL, 9)])
 def test_backward_multiplies_less_by_what_was_kept(saved_bytes: int, num_saved: int) -> None:
     """The weight's gradient of all 9 classes, and the logits of those without."""
     operands = (torch.randn(5, 3), torch.randn(9, 3), None, torch.arange(5), True)
@@ -108,7 +109,7 @@ def test_nothing_is_kept_without_grad(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_heads_step_is_the_same_on_any_number_of_ranks(world_size: int, options: dict[str, Any]) -> None:
     batch = random_batch(12, 10, 3, scale=8.0, seed=1)
     expected = run_head(world_size, batch, options=options, key=1)
-    for saved_bytes in (3 * 8 * 12, ALL):
+    for saved_bytes in (3 * 8 * 13, ALL):
         found = run_head(world_size, batch, options=options | {"saved_logits_bytes": saved_bytes}, key=1)
         torch.testing.assert_close(vars(found), vars(expected))
 
@@ -145,7 +146,7 @@ class Step(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = torch_pfc.PartialFC(3, 10, scale=8.0, sample_rate=0.8, saved_logits_bytes=4 * 7 * 5)
+        self.head = torch_pfc.PartialFC(3, 10, scale=8.0, sample_rate=0.8, saved_logits_bytes=4 * 7 * 6)
 
     def forward(self, embeddings: Tensor, labels: Tensor, key: Tensor) -> Tensor:
         return self.head(embeddings, labels, key=key)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _tiles
+from . import _tiles, _values
 
 
 def check(param: Tensor, state: Sequence[Tensor], rows: Tensor | None, grad: Tensor, lr: Tensor) -> None:
@@ -55,7 +55,7 @@ def _gathered(tensors: Sequence[Tensor | None], rows: Tensor, grad: Tensor) -> I
     tile = [None if tensor is None else tensor.index_select(0, rows) for tensor in tensors]
     yield *tile, grad
     padding = is_padding(grad).view(-1, *[1] * (grad.dim() - 1))
-    keeps_some = not _tiles.is_known(~padding)  # else two passes over a tile are spared
+    keeps_some = not _values.is_known(~padding)  # else two passes over a tile are spared
     for tensor, updated in zip(tensors, tile, strict=True):
         if tensor is not None and updated is not None:
             if keeps_some:

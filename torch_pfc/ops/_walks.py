@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _group
+from . import _group, _values
 from ._group import Group
-from ._tiles import Tile, Tiles, accumulate_dtype, check_operands, matmul
+from ._saved import new_saved
+from ._targets import Targets
+from ._tile import Tile, matmul
+from ._tiles import MODERATE_FACTORS, Tiles, accumulate_dtype, check_operands
 
 
 def check(embeddings: Tensor, weight: Tensor, index: Tensor | None, target: Tensor, group_size: int) -> None:
@@ -30,31 +33,26 @@ def row_outputs(embeddings: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def new_logits(embeddings: Tensor, weight: Tensor, index: Tensor | None, max_bytes: int) -> Tensor:
-    """An empty tensor `[L]` for the logits of as many classes as fit in `max_bytes`.
-
-    By elements, not by classes: a number of classes that depends on that of the rows could be 1 or 0, which a program
-    with a dynamic batch takes for a case of its own.
-    """
-    dtype, num_classes = accumulate_dtype(embeddings), (weight if index is None else index).shape[0]
-    size = torch.sym_min(num_classes * embeddings.shape[0], max_bytes // dtype.itemsize)
-    return embeddings.new_empty(size, dtype=dtype)
+    """An empty tensor `[L]` for what backward needs of as many classes' logits as fit in `max_bytes`."""
+    return new_saved(embeddings, accumulate_dtype(embeddings), (weight if index is None else index).shape[0], max_bytes)
 
 
 def walk_forward(tiles: Tiles) -> tuple[Tensor, Tensor]:
     """Returns `[N]` each, over this rank's classes: the log-sum-exp of those that are not the target, and its logit."""
-    target_logit = torch.zeros(tiles.target.shape, dtype=tiles.dtype, device=tiles.target.device)
-    lse, no_shift = torch.full_like(target_logit, -torch.inf), torch.zeros_like(target_logit)
-    # In float64, plain exponentials of any number of classes add up.
-    total = torch.zeros_like(target_logit, dtype=torch.float64) if tiles.are_plain else None
+    target_logit = Targets(tiles).logit
+    lse = torch.full_like(target_logit, -torch.inf)
+    total = torch.zeros_like(target_logit, dtype=torch.float64)  # in which any number of tiles adds up
     for tile in tiles:
-        target_logit += tile.remove_target()
-        if total is not None:
-            total += tile.exponentials(no_shift).sum(dim=0)
+        if tiles.is_plain:
+            exponentials = tile.exponentials(None)
+            total += exponentials.sum(dim=0)
+            if tile.span.stop <= tiles.num_saved:
+                tile.over_length_(exponentials)
             continue
-        peak = tile.products.amax(dim=0)
+        peak = tile.logits.amax(dim=0)
         peak.masked_fill_(peak == -torch.inf, 0)  # where no class takes part: log 0 = −∞, not NaN
         lse = torch.logaddexp(lse, tile.exponentials(-peak).sum(dim=0).log_().add_(peak))
-    if total is not None:
+    if tiles.is_plain:
         lse = total.log().to(tiles.dtype)
     return lse, target_logit
 
@@ -79,26 +77,41 @@ def walk_back(
     Yields each tile, and `factor` times the gradient of its rows of the weight, `[T, D]`; None without a factor. In the
     tile's rows of `dw`, or else valid until the next tile is asked for.
     """
-    # Contiguous: with every third number as an operand, a pass over a tile takes 20 times longer.
     lse_grad, target_grad, negative_lse = row_terms.t().contiguous()
-    # l·exp(z − negative_lse) = ±exp(z + shift); the rows' signs go onto what is multiplied with the tiles.
-    shift = lse_grad.abs().log() - negative_lse
-    sign = torch.where(lse_grad < 0, -1.0, 1.0)
-    target_grad = target_grad * sign
-    embeddings = tiles.embeddings * sign.to(tiles.operand).unsqueeze(1)
-    if factor is not None and tiles.rounded == tiles.dtype:
-        embeddings, factor = embeddings * factor, 1.0
+    targets = Targets(tiles)
+    shift, row_factor = _scale(tiles, lse_grad, negative_lse)
+    embeddings = tiles.embeddings * row_factor.to(tiles.operand).unsqueeze(1)
+    if factor is not None:
+        at_targets = targets.weight_grad(target_grad * factor)
+        if tiles.rounded == tiles.dtype:
+            embeddings, factor = embeddings * factor, 1.0
     for tile in tiles:
-        dz = tile.exponentials(shift)
-        if tile.padding is not None:
-            dz.masked_fill_(tile.padding, 0)
-        tile.replace_target(dz, target_grad)
-        if tile.inverse is not None:
-            dz.mul_(tile.inverse)
+        # dz, but for the targets' and the row's factor.
+        dz = tile.scores if tile.is_done else tile.over_length_(tile.exponentials(shift))
         dz = dz.to(tiles.operand)
         if dx is not None:
             matmul(dz.t(), tile.centres, out=dx, accumulate=True)
-        out = None if dw is None else dw[tile.span]
-        yield tile, None if factor is None else tile.weight_grad(dz, embeddings, factor, out)
+        grad = None
+        if factor is not None:
+            grad = matmul(dz, embeddings, out=tile.scratch("gradient") if dw is None else dw[tile.span])
+            tile.add_at_targets_(tile.project_(grad, factor), at_targets)
+        yield tile, grad
     if dx is not None:
-        dx.mul_(sign.unsqueeze(1))
+        targets.add_embeddings_grad_(dx.mul_(row_factor.unsqueeze(1)), target_grad)
+
+
+def _scale(tiles: Tiles, lse_grad: Tensor, negative_lse: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Returns what turns exponentials into l·p: a shift `[N]` of the logits, or None, and a factor `[N]` of the rows.
+
+    A plain walk needs no pass over a tile for that. Otherwise p = exp(z − negative_lse) is at most 1, and |l| goes into
+    the exponent, where half precision holds their product and not both.
+    """
+    has_none = negative_lse == -torch.inf  # no class but the target
+    if tiles.is_plain:
+        factor = torch.mul(lse_grad, (-negative_lse).exp()).masked_fill_(has_none, 0)
+        size, (low, high) = factor.abs(), MODERATE_FACTORS
+        if _values.is_known((size > low) & (size < high) | (lse_grad == 0) | has_none):
+            return None, factor
+        tiles.leave_plain()
+    shift = (lse_grad.abs().log() - negative_lse).masked_fill_(has_none, -torch.inf)
+    return shift, torch.where(lse_grad < 0, -1.0, 1.0)

@@ -34,7 +34,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _group, _tiles
+from . import _group
 from ._group import Group
 from ._tiles import Tiles
 from ._walks import check, gather_row_terms, merge, new_logits, row_outputs, walk_back, walk_forward
@@ -149,11 +149,10 @@ def sharded_lse_backward(
             dw.index_copy_(0, tile.rows, g.to(dw.dtype))
         elif not in_place:
             dw[tile.span] = g
-        if sparse_grad and not _tiles.is_known(dw[tile.span, :1] != 0):
-            dw[tile.span] += 0.0  # turns −0.0 into 0.0: no row but padding begins with the one
 
     rows = target.new_empty(0)
     if weight_grad and sparse_grad:
+        dw[:, :1] += 0.0  # turns −0.0 into 0.0: no row but padding begins with the one
         rows, dw = _by_row(dw, index, tiles)
     return dx.to(embeddings.dtype), dw, rows
 

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from . import _group, sparse_adamw, sparse_sgd
 from ._group import Group
-from ._tiles import Tile, Tiles
+from ._tile import Tile
+from ._tiles import Tiles
 from ._walks import check, gather_row_terms, merge, new_logits, row_outputs, walk_back, walk_forward
 
 

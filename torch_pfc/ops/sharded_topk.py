@@ -82,9 +82,9 @@ def sharded_topk(
     class_start = sizes[:group_rank].sum()
     best = torch.full((k, num_rows), _NONE, device=device)
     nowhere = torch.empty(0, dtype=torch.int64, device=device)
-    for tile in Tiles(embeddings, weight, None, nowhere, normalize, as_logits=True):
+    for tile in Tiles(embeddings, weight, None, nowhere, normalize):
         ids = torch.arange(tile.span.start, tile.span.stop, device=device) + class_start
-        candidates = _pack(tile.products.float(), ids.unsqueeze(1))
+        candidates = _pack(tile.logits.float(), ids.unsqueeze(1))
         best = torch.cat([best, candidates]).topk(k, dim=0).values
 
     parts = _group.all_to_all(best.t(), group)

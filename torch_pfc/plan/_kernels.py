@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..ops import _tiles, sample, sparse_adamw, sparse_sgd
+from ..ops import _tiles, _values, sample, sparse_adamw, sparse_sgd
 
 if TYPE_CHECKING:
     from ._trace import Trace
@@ -22,16 +22,26 @@ if TYPE_CHECKING:
 
 @contextmanager
 def cpu_kernels() -> Iterator[None]:
-    """pfc::sample searches block by block, and finds as much as it expects; conditions hold, as they do as a rule.
+    """pfc::sample searches block by block, and finds as much as it expects; conditions hold, as they do as a rule; and
+    a tile has as many targets as the others.
 
-    Masks without values would not say.
+    Tensors without values would not say.
     """
 
     def nonzero(mask: Tensor, part: float) -> Tensor:
         return mask.new_empty(_num_found(mask.shape[0], part), dtype=torch.int64)
 
-    lowest = _few_blocks(sample._lowest)
-    with _replaced(sample, _nonzero=nonzero, _lowest=lowest), _replaced(_tiles, is_known=lambda condition: True):
+    def targets_in(tiles: Any, span: slice) -> tuple[Tensor, Tensor, None]:
+        num_rows, num_classes = len(tiles.target), len(tiles.weight if tiles.index is None else tiles.index)
+        some = tiles.target[: ceil(num_rows * tiles.step / num_classes)]
+        return some, some, None
+
+    answers = {"is_known": lambda condition: True, "are_between": lambda values, low, high: True}
+    with (
+        _replaced(sample, _nonzero=nonzero, _lowest=_few_blocks(sample._lowest)),
+        _replaced(_tiles.Tiles, _targets_in=targets_in),
+        _replaced(_values, **answers),
+    ):
         yield
 
 
@@ -42,8 +52,10 @@ def cuda_kernels() -> Iterator[None]:
     def whole(positives: Tensor, key: Tensor, class_start: int, num_local_classes: int, part: float) -> Any:
         return sample._all(positives, key, class_start, num_local_classes)
 
+    answers = {"is_known": lambda condition: False, "are_between": lambda values, low, high: False}
     with (
-        _replaced(_tiles, TILE_ELEMENTS=_tiles.ACCELERATOR_TILE_ELEMENTS, is_known=lambda condition: False),
+        _replaced(_tiles, TILE_ELEMENTS=_tiles.ACCELERATOR_TILE_ELEMENTS),
+        _replaced(_values, **answers, listed=lambda values: None),
         _replaced(sample, _lowest=whole),
     ):
         yield
