@@ -39,9 +39,9 @@ matmuls           1.31 TFLOP  3.93 TFLOP      0 FLOP
 collectives                4           3           0
   put in              198 kB     8.39 MB         0 B
   got out            8.52 MB      229 kB         0 B
-peak                 1.65 GB     1.84 GB     1.76 GB
-peak of all          1.84 GB
-memory                 80 GB  fits, 78.2 GB to spare
+peak                 1.66 GB     1.86 GB     1.76 GB
+peak of all          1.86 GB
+memory                 80 GB  fits, 78.1 GB to spare
 """
     )
     assert text in PAGE.read_text()

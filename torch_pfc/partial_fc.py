@@ -63,8 +63,8 @@ class PartialFC(ShardedModule):
             rank. "none": `[B]`, this rank's rows, 0 where ignored.
         ignore_index: the label of rows that take no part.
         sparse_grad: `weight.grad` is a coalesced COO tensor of the sampled rows in place of a dense one.
-        saved_logits_bytes: how many bytes of logits forward may keep for backward, which then multiplies three matrices
-            in place of four for their classes. All of them take 4·N·S bytes.
+        saved_logits_bytes: how many bytes of logits, or of their exponentials, forward may keep for backward, which
+            then makes two matmuls in place of three for their classes. All of them take 4·(N+1)·S bytes.
         uneven_batches: ranks may give different numbers of rows, also none. One more small collective and a
             device-to-host sync.
         group: a ProcessGroup, a 1-D DeviceMesh, or None: the world if torch.distributed is initialised, otherwise

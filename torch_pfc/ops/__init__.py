@@ -12,8 +12,9 @@ pfc::sharded_topk ranks the same classes without a loss. pfc::sparse_sgd_ and pf
 of the weight in place (torch_pfc.optim); pfc::sharded_lse_update is pfc::sharded_lse with a backward that does so.
 
 Behind them: `_group` (the process group as plain values), `_shard` (which classes a rank holds), `_hash` (counter-based
-random bits), `_tiles` (a shard's classes, tile by tile), `_walks` (over them, forward and back), `_rows` (over a
-gradient's rows).
+random bits), `_tiles` (a shard's classes, a `_tile` at a time), `_targets` (apart from them), `_saved` (what forward
+leaves for backward), `_walks` (over all of it, forward and back), `_rows` (over a gradient's rows), `_values` (what may
+be asked of them without a sync).
 """
 
 from . import (  # noqa: I001 — the order of the flow

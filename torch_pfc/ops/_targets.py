@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._tile import row_length
+from ._tile import Tile, row_length
 from ._tiles import Tiles
 
 
@@ -33,22 +33,26 @@ class Targets:
             rows = tiles.target.clamp_min(0)
             if tiles.index is not None:
                 rows = tiles.index[rows] % tiles.num_local_classes
-            centres = tiles.weight[rows].to(tiles.dtype)
+            centres = self._centres.copy_(tiles.weight[rows])
             if tiles.normalize:
                 self._length = row_length(centres, tiles.dtype)
-                centres = centres.div_(self._length)
-            elsewhere = (tiles.target < 0).unsqueeze(1)
-            self._centres = centres.to(tiles.rounded).to(tiles.dtype).masked_fill_(elsewhere, 0)
+                centres.div_(self._length)
+            if tiles.rounded != tiles.dtype:
+                centres.copy_(centres.to(tiles.rounded))
+            centres.masked_fill_((tiles.target < 0).unsqueeze(1), 0)
         self.logit = (self._embeddings * self._centres).sum(dim=1)
 
     def add_embeddings_grad_(self, dx: Tensor, values: Tensor) -> None:
         """Adds their part to `dx` `[N, D]`, with `values` `[N]` the gradients of their logits."""
         dx.addcmul_(self._centres, values.unsqueeze(1))
 
-    def weight_grad(self, values: Tensor) -> Tensor:
-        """`[N, D]`, with `values` `[N]` the gradients of their logits."""
-        values = values.unsqueeze(1)
-        if self._length is None:
-            return self._embeddings * values
-        grad = torch.addcmul(self._embeddings, self._centres, self.logit.unsqueeze(1), value=-1)
-        return grad.mul_(values / self._length)
+    def add_weight_grad_(self, grad: Tensor, values: Tensor, tile: Tile) -> None:
+        """Adds the part of those that are in `tile` to the gradient of its rows of the weight, `[T, D]`."""
+        rows, values = self._embeddings[tile.here], values[tile.here].unsqueeze(1)
+        if self._length is not None:
+            rows.addcmul_(self._centres[tile.here], self.logit[tile.here].unsqueeze(1), value=-1)
+            values = values / self._length[tile.here]
+        rows.mul_(values)
+        if tile.inside is not None:
+            rows.masked_fill_(~tile.inside.unsqueeze(1), 0)
+        grad.index_put_((tile.place,), rows, accumulate=True)  # unlike index_add_, in the same order on a GPU, too

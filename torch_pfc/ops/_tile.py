@@ -89,10 +89,3 @@ class Tile:
                 along.mul_(self.inverse).mul_(self.inverse)
             grad.addcmul_(centres, along, value=-1)
         return grad if isinstance(factor, (int, float)) and factor == 1 else grad.mul_(factor)
-
-    def add_at_targets_(self, grad: Tensor, rows: Tensor) -> None:
-        """Adds, of the `rows` `[N, D]`, each whose target is here to that class's row of `grad` `[T, D]`."""
-        rows = rows[self.here]
-        if self.inside is not None:
-            rows.masked_fill_(~self.inside.unsqueeze(1), 0)
-        grad.index_put_((self.place,), rows, accumulate=True)  # unlike index_add_, in the same order on a GPU, too

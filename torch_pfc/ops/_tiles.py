@@ -29,10 +29,10 @@ ACCELERATOR_TILE_ELEMENTS = 1 << 26
 # e⁻⁶⁶ nor the sum of e⁶⁶ over billions of classes is beyond the range.
 PLAIN_LENGTH = 66.0
 
-# Products with classes of such lengths, and exponentials over them, are not either.
+# Nor are products with classes of such lengths, and exponentials over these lengths.
 MODERATE_LENGTHS = (1e-6, 1e6)
 
-# Nor are rows times such a factor, with all but the smallest of their entries.
+# Nor are rows of embeddings times such factors, but for entries that do not matter beside the row's others.
 MODERATE_FACTORS = (1e-35, 1e35)
 
 

@@ -80,11 +80,11 @@ def walk_back(
     lse_grad, target_grad, negative_lse = row_terms.t().contiguous()
     targets = Targets(tiles)
     shift, row_factor = _scale(tiles, lse_grad, negative_lse)
-    embeddings = tiles.embeddings * row_factor.to(tiles.operand).unsqueeze(1)
     if factor is not None:
-        at_targets = targets.weight_grad(target_grad * factor)
+        weight_factor, target_factor = row_factor, target_grad * factor
         if tiles.rounded == tiles.dtype:
-            embeddings, factor = embeddings * factor, 1.0
+            weight_factor, factor = row_factor * factor, 1.0
+        embeddings = tiles.embeddings * weight_factor.to(tiles.operand).unsqueeze(1)
     for tile in tiles:
         # dz, but for the targets' and the row's factor.
         dz = tile.scores if tile.is_done else tile.over_length_(tile.exponentials(shift))
@@ -94,7 +94,7 @@ def walk_back(
         grad = None
         if factor is not None:
             grad = matmul(dz, embeddings, out=tile.scratch("gradient") if dw is None else dw[tile.span])
-            tile.add_at_targets_(tile.project_(grad, factor), at_targets)
+            targets.add_weight_grad_(tile.project_(grad, factor), target_factor, tile)
         yield tile, grad
     if dx is not None:
         targets.add_embeddings_grad_(dx.mul_(row_factor.unsqueeze(1)), target_grad)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._hash import random_bits_
+from ._hash import RandomBlocks, random_bits_
 
 # Classes whose priorities a CPU works out at a time.
 _BLOCK = 1 << 17
@@ -48,34 +48,33 @@ def _check(labels: Tensor, key: Tensor) -> None:
         raise ValueError(f"key must be a scalar int64 tensor, got {list(key.shape)} {key.dtype}")
 
 
-def _priorities(positives: Tensor, key: Tensor, class_start: int, start: int, stop: int) -> Tensor:
-    """Returns the priorities of local classes `start … stop − 1`."""
-    # One class more: the slot of positives that are not among these. To select the others would need their number.
-    ids = torch.arange(class_start + start, class_start + stop + 1, device=positives.device)
-    priority = random_bits_(key, ids)
-    inside = (positives >= start) & (positives < stop)
-    return priority.index_fill_(0, torch.where(inside, positives, stop) - start, _FIRST)[:-1]
-
-
 def _all(positives: Tensor, key: Tensor, class_start: int, num_local_classes: int) -> tuple[Tensor, Tensor]:
     """Returns the priorities and the ids of all local classes."""
-    priority = _priorities(positives, key, class_start, 0, num_local_classes)
+    # One class more: the slot of positives that are not of this shard.
+    counters = torch.arange(class_start, class_start + num_local_classes + 1, device=positives.device)
+    priority = random_bits_(key, counters).index_fill_(0, positives, _FIRST)[:-1]
     return priority, torch.arange(num_local_classes, device=positives.device)
 
 
 def _lowest(
     positives: Tensor, key: Tensor, class_start: int, num_local_classes: int, part: float
 ) -> tuple[Tensor, Tensor]:
-    """As _all, for the classes with priorities in the lowest `part` of all values.
+    """As _all, for the classes with priorities in the lowest `part` of all values, and few others.
 
     Block by block, so that they never leave the cache; how many there are depends on values, so for a CPU alone.
     """
-    bound = min(int((2 * part - 1) * 2**63), 2**63 - 1)
+    blocks = RandomBlocks(key, min(_BLOCK, num_local_classes) + 1)
+    # Up to a number that the highest bits alone decide: the others are made for those that are found.
+    bound = min(int((2 * part - 1) * 2**63), 2**63 - 1) | (1 << (64 - blocks.DECIDED)) - 1
     priorities, ids = [], []
     for start in range(0, num_local_classes, _BLOCK):
-        priority = _priorities(positives, key, class_start, start, min(start + _BLOCK, num_local_classes))
-        place = _nonzero(priority <= bound, part)
-        priorities.append(priority[place])
+        stop = min(start + _BLOCK, num_local_classes)
+        bits = blocks.unfinished(class_start + start, stop - start + 1)
+        inside = (positives >= start) & (positives < stop)
+        bits.index_fill_(0, torch.where(inside, positives, stop) - start, _FIRST)  # the others' slot is past the end
+        place = _nonzero(bits[:-1] <= bound, part)
+        found = bits[place]
+        priorities.append(blocks.finish(found).masked_fill_(found == _FIRST, _FIRST))
         ids.append(place + start)
     return torch.cat(priorities), torch.cat(ids)
 

@@ -21,12 +21,12 @@ Backward, with l and t the gradients of the two outputs and p_nj = exp(z_nj − 
 
 The 1/W is the one factor by which "mean over ranks" enters (docs/gradients.md): nobody averages this gradient later.
 
-Backward makes each tile's logits again, or reads them where pfc::sharded_lse_saving has kept them.
+Backward makes each tile's logits again, or reads what pfc::sharded_lse_saving has kept of them.
 
 Collectives: forward one all-to-all of [N, 2]; backward one all-gather of [B, 3]. No device-to-host sync.
-Memory: some tile buffers of at most TILE_ELEMENTS elements each, [N, D] in float32 for dx, and the weight gradient:
-[K, D], or [S, D] with sparse_grad. Cost: one matmul of S·N·D forward; three backward, or two for classes with saved
-logits.
+Memory: some tile buffers of at most TILE_ELEMENTS elements each, a few [N, D] in float32 for dx and the targets, and
+the weight gradient: [K, D], or [S, D] with sparse_grad. Cost: one matmul of S·N·D forward; three backward, or two for
+classes with saved logits.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def sharded_lse_saving(
     sparse_grad: bool,
     saved_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As pfc::sharded_lse, and for its backward the products (see Tile) of as many classes as fit in `saved_bytes`."""
+    """As pfc::sharded_lse, and `[L]`, for its backward, of as many classes' logits as fit in `saved_bytes`.
+
+    4·(N+1) bytes to a class (8 in float64); zeros fill what is left.
+    """
     group = Group(group_name, group_size, group_rank)
     _group.check(group)
     check(embeddings, weight, index, target, group_size)
