@@ -3,13 +3,16 @@
 What decides is lengths and factors; the values on either side of each bound are the same, to rounding.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_pfc import reference
-from torch_pfc.ops.sharded_lse import sharded_lse_backward
+from torch_pfc.ops.sharded_lse import sharded_lse_backward, sharded_lse_saving
+from torch_pfc.plan._kernels import cuda_kernels
 
 from .test_ops_gather import ALONE
 from .tiles import tiles_of
@@ -102,6 +105,25 @@ def test_lengths_of_classes(length: float, saved_bytes: int) -> None:
         (gradient,) = torch.autograd.grad(outputs[0].sum() - outputs[1].sum(), w)
         results.append((*(output.detach() for output in outputs), gradient.double() * scale))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_sampled", [None, 0, 4, 20])
+@pytest.mark.parametrize("saved_bytes", [0, 4 * (N + 1) * 7, ALL])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_an_accelerators_walk(num_sampled: int | None, saved_bytes: int, normalize: bool) -> None:
+    """It asks for no values: neither for lengths, nor for which targets are in a tile. Also where sets have padding."""
+    x, weight, index, target, _ = operands(8.0)
+    if num_sampled is not None:
+        index, target = pfc.sample(target, torch.tensor(0), 0, C, num_sampled, -1)
+    operand = (x, weight, index, target, normalize)
+    results = []
+    for kernels in (nullcontext(), cuda_kernels()):
+        with kernels, tiles_of(5 * D):
+            *outputs, saved = sharded_lse_saving._init_fn(*operand, *ALONE, True, saved_bytes)
+            terms = torch.stack([torch.linspace(-1, 1, N), torch.linspace(2, -1, N), outputs[0]], dim=1)
+            results.append((*outputs, *sharded_lse_backward._init_fn(*operand, terms, 0.5, True, True, True, saved)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(a.signbit() & (a == 0), b.signbit() & (b == 0)) for a, b in zip(*results, strict=True))
 
 
 def test_a_row_without_another_class() -> None:

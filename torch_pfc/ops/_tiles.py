@@ -143,12 +143,12 @@ class Tiles:
             classes = scratch("classes", self.weight.dtype)
             torch.index_select(self.weight, 0, rows, out=classes)
 
-        scores = logits = self._buffer("scores", size, num_rows, self.dtype)
         saved = self._saved if span.stop <= self.num_saved else None
-        if saved is not None:
-            logits = saved.values[span]
-            scores = logits if self.is_plain else scores
         is_read = saved is not None and saved.filled
+        logits = self._buffer("scores", size, num_rows, self.dtype) if saved is None else saved.values[span]
+        # What is saved of a plain walk is what is made of the logits, otherwise the logits.
+        in_place = saved is None or self.is_plain
+        scores = logits if in_place else self._buffer("scores", size, num_rows, self.dtype)
 
         # A master weight may be wider than the matmul.
         centres = classes.to(self.dtype) if classes.dtype == torch.float64 else classes
