@@ -21,9 +21,9 @@ Backward, with l and t the gradients of the two outputs and p_nj = exp(z_nj − 
 
 The 1/W is the one factor by which "mean over ranks" enters (docs/gradients.md): nobody averages this gradient later.
 
-Backward makes each tile's logits again, or reads what pfc::sharded_lse_saving has kept of them. On a CPU, where classes
-are normalised and no row of embeddings is longer than 66, no exponential can overflow: then none has a maximum taken out,
-and exponentials are what is kept.
+Backward makes each tile's logits again, or reads what pfc::sharded_lse_saving has kept of them. Where classes are
+normalised and no row of embeddings is longer than 66, no exponential can overflow: a CPU, which can tell, then takes no
+maximum out of them, and keeps exponentials.
 
 Collectives: forward one all-to-all of [N, 2]; backward one all-gather of [B, 3]. No device-to-host sync.
 Memory: some tile buffers of at most TILE_ELEMENTS elements each, a few [N, D] in float32 for dx and the targets, and
