@@ -43,11 +43,8 @@ def check_saving(sizes: list[Any], group: tuple[str, int, int] | None = None) ->
     group = group or world()
     for num_rows, num_classes, num_sampled in sizes:
         x, w, index, target = operands(num_rows * group[1], num_classes, num_sampled)
-        for sparse_grad, saved_bytes in [
-            (False, 0),
-            (True, 3 * 4 * (len(x) + 1) + 1),
-            (False, 1 << 20),
-        ]:  # none, three, all
+        three = 3 * 4 * (len(x) + 1) + 1
+        for sparse_grad, saved_bytes in [(False, 0), (True, three), (False, 1 << 20)]:  # none, three, all
             arguments = (x, w, index, target, True, *group, sparse_grad, saved_bytes)
             torch.library.opcheck(pfc.sharded_lse_saving.default, arguments)
 

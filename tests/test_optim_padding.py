@@ -18,7 +18,7 @@ NUM_CLASSES = 9
 
 def padding_of(grad: Tensor) -> set[int]:
     minus_zeros = (grad.values() == 0) & grad.values().signbit()
-    assert torch.equal(minus_zeros[:, 0], minus_zeros.all(dim=1))
+    assert torch.equal(minus_zeros.any(dim=1), minus_zeros.all(dim=1))
     return set(grad.indices()[0][minus_zeros.all(dim=1)].tolist())
 
 

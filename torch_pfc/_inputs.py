@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .ops._group import Group
-from .ops._tile import row_length
-from .ops._tiles import accumulate_dtype
+from .ops._tile import accumulate_dtype, row_length
 
 
 def check_embeddings(embeddings: Tensor, embedding_dim: int) -> None:

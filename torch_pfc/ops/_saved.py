@@ -10,13 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._tile import accumulate_dtype
 
-def new_saved(embeddings: Tensor, dtype: torch.dtype, num_classes: int, max_bytes: int) -> Tensor:
-    """An empty tensor `[L]` for as many classes as fit in `max_bytes`.
+
+def new_logits(embeddings: Tensor, weight: Tensor, index: Tensor | None, max_bytes: int) -> Tensor:
+    """An empty tensor `[L]` for as many of the classes that take part as fit in `max_bytes`.
 
     By elements, not by classes: a number of classes that depends on that of the rows could be 1 or 0, which a program
     with a dynamic batch takes for a case of its own.
     """
+    dtype, num_classes = accumulate_dtype(embeddings), (weight if index is None else index).shape[0]
     size = torch.sym_min(num_classes * (embeddings.shape[0] + 1), max_bytes // dtype.itemsize)
     return embeddings.new_empty(size, dtype=dtype)
 

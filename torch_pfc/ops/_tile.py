@@ -13,6 +13,11 @@ from torch import Tensor
 EPSILON = 1e-12
 
 
+def accumulate_dtype(embeddings: Tensor) -> torch.dtype:
+    """The dtype of logits and sums: float64 for float64 embeddings, otherwise float32."""
+    return torch.promote_types(embeddings.dtype, torch.float32)
+
+
 def row_length(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """`[M, D] → [M, 1]`: each row's length, computed in `dtype`; ∞ for a row without a direction."""
     return or_infinite(torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=dtype))

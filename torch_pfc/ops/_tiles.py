@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import _values
 from ._saved import Saved
-from ._tile import Tile, matmul, or_infinite
+from ._tile import Tile, accumulate_dtype, matmul, or_infinite
 
 # Elements of a tile buffer: 4 MB in float32, of the order of a core's share of the last-level cache; from 2^19 to 2^21
 # a step's time varies by 3 % (2 cores, N = D = 512). On an accelerator a tile must fill the device: 256 MB.
@@ -34,11 +34,6 @@ MODERATE_LENGTHS = (1e-6, 1e6)
 
 # Nor are rows of embeddings times such factors, but for entries that do not matter beside the row's others.
 MODERATE_FACTORS = (1e-35, 1e35)
-
-
-def accumulate_dtype(embeddings: Tensor) -> torch.dtype:
-    """The dtype of logits and sums: float64 for float64 embeddings, otherwise float32."""
-    return torch.promote_types(embeddings.dtype, torch.float32)
 
 
 def check_operands(embeddings: Tensor, weight: Tensor, group_size: int) -> None:
@@ -61,7 +56,7 @@ class Tiles:
     A walk is plain where no exponential of a logit, and no sum of them, can be beyond the range of its dtype.
 
     Args:
-        saved: `[L]`, as `new_saved` makes it, what backward needs of the first classes' logits: to be written, or read
+        saved: `[L]`, as `new_logits` makes it, what backward needs of the first classes' logits: to be written, or read
             where `filled`.
     """
 
@@ -93,7 +88,6 @@ class Tiles:
         # pfc::sample pads only up to min(N, K).
         self.may_pad = index is not None and self.num_classes <= target.shape[0]
         self._sorted_target, self._order = target.sort()
-        self._nothing = torch.full((), -torch.inf, dtype=self.dtype, device=embeddings.device)
 
     @functools.cached_property
     def transposed(self) -> Tensor:
@@ -173,8 +167,10 @@ class Tiles:
         if not is_read:
             if padding is not None:
                 logits.masked_fill_(padding, -torch.inf)
-            nothing = self._nothing if inside is None else torch.where(inside, -torch.inf, logits[place, here])
-            logits.index_put_((place, here), nothing)
+            if inside is None:
+                logits[place, here] = -torch.inf
+            else:
+                logits[place, here] = torch.where(inside, -torch.inf, logits[place, here])
         is_done = is_read and self.is_plain
         weight = (classes, centres, length, inverse)
         targets = (here, place, inside)

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from . import _group, _values
 from ._group import Group
-from ._saved import new_saved
 from ._targets import Targets
-from ._tile import Tile, matmul
-from ._tiles import MODERATE_FACTORS, Tiles, accumulate_dtype, check_operands
+from ._tile import Tile, accumulate_dtype, matmul
+from ._tiles import MODERATE_FACTORS, Tiles, check_operands
 
 
 def check(embeddings: Tensor, weight: Tensor, index: Tensor | None, target: Tensor, group_size: int) -> None:
@@ -30,11 +29,6 @@ def row_outputs(embeddings: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Empty tensors like `negative_lse` and `target_logit` `[B]`."""
     shape, dtype = embeddings.shape[0] // group_size, accumulate_dtype(embeddings)
     return embeddings.new_empty(shape, dtype=dtype), embeddings.new_empty(shape, dtype=dtype)
-
-
-def new_logits(embeddings: Tensor, weight: Tensor, index: Tensor | None, max_bytes: int) -> Tensor:
-    """An empty tensor `[L]` for what backward needs of as many classes' logits as fit in `max_bytes`."""
-    return new_saved(embeddings, accumulate_dtype(embeddings), (weight if index is None else index).shape[0], max_bytes)
 
 
 def walk_forward(tiles: Tiles) -> tuple[Tensor, Tensor]:

@@ -36,10 +36,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _group
+from . import _group, _values
 from ._group import Group
+from ._saved import new_logits
 from ._tiles import Tiles
-from ._walks import check, gather_row_terms, merge, new_logits, row_outputs, walk_back, walk_forward
+from ._walks import check, gather_row_terms, merge, row_outputs, walk_back, walk_forward
 
 
 @torch.library.custom_op("pfc::sharded_lse", mutates_args=())
@@ -154,10 +155,11 @@ def sharded_lse_backward(
             dw.index_copy_(0, tile.rows, g.to(dw.dtype))
         elif not in_place:
             dw[tile.span] = g
+        if sparse_grad and not _values.is_known(dw[tile.span, :1] != 0):
+            dw[tile.span] += 0.0  # turns −0.0 into 0.0: no row but padding begins with the one
 
     rows = target.new_empty(0)
     if weight_grad and sparse_grad:
-        dw[:, :1] += 0.0  # turns −0.0 into 0.0: no row but padding begins with the one
         rows, dw = _by_row(dw, index, tiles)
     return dx.to(embeddings.dtype), dw, rows
 

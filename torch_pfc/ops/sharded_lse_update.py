@@ -27,9 +27,10 @@ from torch import Tensor
 
 from . import _group, sparse_adamw, sparse_sgd
 from ._group import Group
+from ._saved import new_logits
 from ._tile import Tile
 from ._tiles import Tiles
-from ._walks import check, gather_row_terms, merge, new_logits, row_outputs, walk_back, walk_forward
+from ._walks import check, gather_row_terms, merge, row_outputs, walk_back, walk_forward
 
 
 def _sgd(tensors: Sequence[Tensor], grad: Tensor, lr: Tensor, options: Sequence[float]) -> None:
